@@ -59,7 +59,7 @@ function factsOf(rank: RankRow, node: string): [label: string, value: string][] 
   ];
   if (rank.step !== null) {
     facts.push([labels.step, milliseconds(rank.step)], [labels.work, milliseconds(rank.work)]);
-    facts.push([labels.speed, (rank.least ? "≥ " : "") + speed(rank.flops)], [labels.mfu, percent(rank.mfu, 1)]);
+    facts.push([labels.speed, rank.mark + speed(rank.flops)], [labels.mfu, rank.mark + percent(rank.mfu, 1)]);
   }
   if (rank.badges.length > 0) facts.push([labels.worthALook, rank.badges.map(([, words]) => badgeOf(words)).join(", ")]);
   if (rank.why !== "") facts.push([labels.unknown, rank.why]);

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from nbdist.base.text import duration, flop_rate, part_of, percent, size, span
-from nbdist.panel.figures import marked, min_mean_max
+from nbdist.panel.figures import min_mean_max
 from nbdist.panel.model import Row, View, urgency
 from nbdist.wire.pages.panel_messages import Alert, Stat
 
@@ -300,5 +300,5 @@ def _remarks(row: Row) -> str:
     remarks = [f"⚠ {words}" for _, words in row.badges]
     remarks += [row.doing] if row.state in ("dead", "stuck") else []
     remarks += [f"{duration(row.step)} a step"] if row.step is not None else []
-    remarks += [marked(flop_rate(row.flops), row.least)] if row.flops is not None else []
+    remarks += [row.mark + flop_rate(row.flops)] if row.flops is not None else []
     return "; ".join(words for words in [*remarks, row.why] if words)

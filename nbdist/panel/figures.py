@@ -18,6 +18,7 @@ UNEVEN = 1.05  # times the mean memory
 WORKING = ("busy", "stuck")  # states of a rank that runs something
 TRENDS = ("memory", "step", "flops", "mfu", "throughput", "waiting")  # keys of figures that are drawn over time
 _LONGEST = 96  # characters of an explanation
+_SEEN = 0.005  # the least share that is worth a word
 
 Trend = tuple["float | None", ...]
 
@@ -152,14 +153,16 @@ def _tflops(ranks: Together) -> Stat:
     scale, unit = flop_unit(total / count)
     notes = [f"without {', '.join(ranks.not_counted)}"] if ranks.not_counted else []
     notes += [f"{flops_in(scale, total)} in all"] if count > 1 else []
-    notes += [f"{percent(uncounted)} of steps not counted"] if uncounted >= 0.005 else []
-    value = marked(flops_in(scale, total / count), bool(ranks.not_counted))
+    notes += [f"{percent(uncounted)} of steps not counted"] if uncounted >= _SEEN else []
+    value = mark_of(*ranks.steps) + flops_in(scale, total / count)
     return Stat("flops", f"{unit} per rank" if count > 1 else unit, value, clip(", ".join(notes)))
 
 
-def marked(figure: str, least: bool) -> str:
-    """Return a figure of FLOPs, marked if it is the least that it can be."""
-    return f"≥ {figure}" if least else figure
+def mark_of(*steps: StepSample) -> str:
+    """Return what stands before a figure of FLOPs: that it is estimated in part, or the least that it can be."""
+    if any(step.uncounted >= _SEEN for step in steps):
+        return "≈ "
+    return "≥ " if any(step.not_counted for step in steps) else ""
 
 
 def _mfu(ranks: Together) -> Stat:
@@ -172,7 +175,7 @@ def _mfu(ranks: Together) -> Stat:
     notes = [f"HFU {percent(hardware / sum(peaks), 1)}"] if hardware is not None and hardware > total else []
     source = ranks.steps[0].peak_source
     notes.append(f"of {flop_rate(statistics.fmean(peaks))}" + (f" ({source.partition(':')[0]})" if source else ""))
-    return Stat("mfu", "MFU", marked(percent(total / sum(peaks), 1), bool(ranks.not_counted)), clip(", ".join(notes)))
+    return Stat("mfu", "MFU", mark_of(*ranks.steps) + percent(total / sum(peaks), 1), clip(", ".join(notes)))
 
 
 def _throughput(ranks: Together) -> list[Stat]:

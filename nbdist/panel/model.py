@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from nbdist.base.text import counted, percent, size
 from nbdist.metrics.node.sample import NodeSample, RankSample, Sample, StepSample, gpu_of, held_at_look, non_torch
-from nbdist.panel.figures import WORKING, Together, Trend, clip, finite, ratio, seconds_of, stats_of, trend_of
+from nbdist.panel.figures import WORKING, Together, Trend, clip, finite, mark_of, ratio, seconds_of, stats_of, trend_of
 from nbdist.wire.pages.panel_messages import Alert, Level, Stat
 
 HEAT_ABOVE = 16  # ranks; with more of them a heat map takes the place of rows
@@ -42,7 +42,7 @@ class Row(NamedTuple):
         step: Seconds of a training step.
         work: What it takes without collectives.
         flops: Model FLOP/s, over the time of its own step.
-        least: Whether operations without a formula are missing in it.
+        mark: What stands before it: "≥ " where operations without a formula are missing, "≈ " where steps are.
         mfu: Share of the device's peak.
         badges: What deserves a look.
         why: What is not known and why.
@@ -72,7 +72,7 @@ class Row(NamedTuple):
     step: float | None = None
     work: float | None = None
     flops: float | None = None
-    least: bool = False
+    mark: str = ""
     mfu: float | None = None
     badges: tuple[tuple[Level, str], ...] = ()
     why: str = ""
@@ -194,7 +194,7 @@ def _row(
         step=seconds_of(step),
         work=_work(step),
         flops=ratio(step.flops, seconds_of(step)),
-        least=bool(step.not_counted),
+        mark=mark_of(step),
         mfu=ratio(ratio(step.flops, seconds_of(step)), step.peak),
     )
     row = _with_gpu(row, rank, machine) if rank.gpu or rank.device != "cpu" else _with_cpu(row, rank, machine)

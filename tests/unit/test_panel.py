@@ -263,11 +263,11 @@ def test_below_one_tflops_it_is_gflops() -> None:
     assert "11.5 GFLOPS" in fallback.text(view)
 
 
-def test_a_share_of_steps_that_was_not_counted_is_said() -> None:
-    assert (
-        stat(training(StepSample(seconds=1.0, flops=1e12, uncounted=0.25)), "TFLOPS").note
-        == "25 % of steps not counted"
-    )
+def test_figures_that_are_estimated_for_some_steps_are_marked_with_the_share() -> None:
+    view = training(StepSample(seconds=1.0, flops=1e12, peak=1e13, uncounted=0.25))
+    assert (stat(view, "TFLOPS").value, stat(view, "TFLOPS").note) == ("≈ 1.00", "25 % of steps not counted")
+    assert stat(view, "MFU").value == "≈ 10.0 %"
+    assert "≈ 1.00 TFLOPS" in fallback.text(view)
 
 
 def test_work_without_a_formula_makes_figures_least_ones_and_is_named() -> None:

@@ -5,7 +5,7 @@
  */
 
 export const PAGE_TARGET = "nbdist.page";
-export const PAGE_PROTOCOL = 6;
+export const PAGE_PROTOCOL = 7;
 export const PANEL_TARGET = "nbdist.panel";
 export const MACHINE_PROTOCOL = 1;
 export const HISTORY = 60;
@@ -574,9 +574,9 @@ export interface RankRow {
   work: number | null;
   flops: number | null;
   /**
-   * Whether operations without a formula are missing in `flops`.
+   * What stands before `flops`: "≥ " where operations without a formula are missing, "≈ " where steps are.
    */
-  least: boolean;
+  mark: string;
   mfu: number | null;
   /**
    * What deserves a look.

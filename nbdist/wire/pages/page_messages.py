@@ -8,7 +8,7 @@ import msgspec
 
 from nbdist.wire.pages.panel_messages import PanelFrame, PanelNews, PanelWish
 
-PAGE_PROTOCOL = 6
+PAGE_PROTOCOL = 7
 
 
 class _Request(msgspec.Struct, frozen=True, tag_field="do"):

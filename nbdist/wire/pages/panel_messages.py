@@ -66,7 +66,7 @@ class RankRow(msgspec.Struct, frozen=True):
         cpu: Cores that the process keeps busy: 100 is one.
         step: Of a training step.
         work: What it takes without collectives.
-        least: Whether operations without a formula are missing in `flops`.
+        mark: What stands before `flops`: "≥ " where operations without a formula are missing, "≈ " where steps are.
         badges: What deserves a look.
         why: What is not known and why.
     """
@@ -95,7 +95,7 @@ class RankRow(msgspec.Struct, frozen=True):
     step: float | None
     work: float | None
     flops: float | None
-    least: bool
+    mark: str
     mfu: float | None
     badges: list[tuple[Level, str]]
     why: str

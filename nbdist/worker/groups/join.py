@@ -4,7 +4,7 @@ The environment has torchrun's variables, and what ranks on GPUs need unless the
 before a cell could set it, or only once in a process.
 
 Young or private parts of torch are probed when used, and a missing one costs that feature only. What becomes of groups
-later is for `collectives`. Independent of the shell or the wire.
+later is for `process_groups`. Independent of the shell or the wire.
 """
 
 from __future__ import annotations

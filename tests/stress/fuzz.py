@@ -22,6 +22,7 @@ from nbdist.wire.base.keys import Keys, read_key_file
 from nbdist.wire.frames import AnyMessage
 from nbdist.wire.messages.cells import Execute, Interrupt
 from nbdist.wire.messages.handover import Attach, Leave
+from nbdist.wire.messages.healing import Heal, Shrink
 from nbdist.wire.messages.life import Shutdown, Start, Stop, Stopped
 from nbdist.wire.messages.output import Credit, Output, WidgetMessage
 from nbdist.wire.messages.rank_processes import Exited, Gone, Spawn, SpawnFailed, Spawning
@@ -102,13 +103,16 @@ def lie(rng: random.Random, identity: bytes) -> bytes:
         kind = Stopped
     tag = kind.__name__ if rng.random() < 0.95 else rng.choice(["Explode", 7])
     fields = [_value(rng, field.type) for field in msgspec.structs.fields(kind)]
+    nobody = rng.choice([[], [-1], [99, 1 << 40], 5])
     if kind in (Execute, Ask):
-        fields[1] = rng.choice([[], [-1], [99, 1 << 40], 5])  # ranks
+        fields[1] = nobody  # ranks
+    if kind in (Heal, Shrink):  # either may end living ranks, if it names them
+        fields[0] = nobody
     if kind in (Output, Credit, WidgetMessage) and not identity.startswith(b"rank"):
         fields[0] = rng.choice([-1, 99, 1 << 40, "0"])  # rank
     if rng.random() < 0.2:
         fields = fields[: rng.randrange(len(fields) + 1)]
-    if kind in _HONEST:  # of an epoch that never was, or out of bounds
+    if kind in _HONEST:  # of an incarnation that never was, or out of bounds
         fields[:1] = [1 << 40]
     return msgspec.msgpack.encode([tag, *fields])
 
@@ -134,9 +138,9 @@ def lanes(rng: random.Random) -> bytes:
     """An identity: one of the session's own, or one that never was."""
     own = [b"client.commands/0", b"agent.control", b"agent.output"]
     ranks = [
-        b"rank.%s/%d/%d" % (name, epoch, rank)
+        b"rank.%s/%d/%d" % (name, incarnation, rank)
         for name in (b"cell", b"control", b"display", b"x")
-        for epoch in (0, 1, 2, 99)
+        for incarnation in (0, 1, 2, 99)
         for rank in (0, 1, 7)
     ]
     strange = [b"intruder", b"rank.cell/x/y", b"rank.cell/-1/-1", b"\xff\xfe", b"client", b"agent.control/1/2"]

@@ -11,7 +11,7 @@ import { StandIn } from "./stand_in";
 import { ON_ALL, ON_KERNEL, onRanks, READ_ONLY_CELL, RUN_ON, runOn } from "./strings";
 
 const NAME = "badge-of-cell";
-const LETTER = 6.5; // pixels at most, on average, in the font of badges
+const LETTER = 0.6; // of the font's size, on average at most
 const EDGES = 16; // pixels: what is around the text
 
 export class Badge {
@@ -82,7 +82,7 @@ export class Badge {
     }
     this.input?.classList.toggle("nbdist-on-ranks", this.onRanks);
     this.input?.classList.toggle("nbdist-low", low);
-    this.input?.style.setProperty("--nbdist-badge", `${text.length * LETTER + EDGES}px`);
+    this.input?.style.setProperty("--nbdist-badge", `calc(${text.length * LETTER} * var(--jp-ui-font-size0) + ${EDGES}px)`);
     this.picker?.draw();
   };
 }

@@ -20,7 +20,6 @@ import msgspec
 import zmq
 
 from nbdist.base.processes import describe_exit, end_descendants
-from nbdist.controller.base.clocks import answer_on_our_clock, reply_on_our_clock
 from nbdist.controller.base.logwriter import LogWriter
 from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.base.outputlog import LastOutput, OutputLog, Part
@@ -41,7 +40,6 @@ from nbdist.wire.lanes import (
     GUEST,
     LANES,
     NODE_LANES,
-    RANK_CELL,
     RANK_CONTROL,
     RANK_DISPLAY,
     RANK_LANES,
@@ -50,12 +48,12 @@ from nbdist.wire.lanes import (
     parse_lane,
     whole,
 )
-from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Reply, Returned
+from nbdist.wire.message_handlers import Handlers
+from nbdist.wire.messages.cells import Execute
 from nbdist.wire.messages.handover import Attach, AttachRefused, Choices, Ending, Leave
-from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, JoinGroups, Shrink
 from nbdist.wire.messages.life import Broken, Shutdown, Start, Stop
-from nbdist.wire.messages.output import Credit, Display, LogPart, Notice, Prompt, ReadLog, WidgetMessage
-from nbdist.wire.messages.rank_processes import Gone, Ready
+from nbdist.wire.messages.output import Credit, LogPart, Notice, ReadLog
+from nbdist.wire.messages.rank_processes import Gone
 from nbdist.wire.processes.nodes import Join, NodeLeft, Pong
 from nbdist.wire.processes.setup import AgentSetup, ControllerFailed, ControllerReady, ControllerSetup, encode_line
 from nbdist.wire.questions.debug_bytes import TellDebugger
@@ -130,6 +128,8 @@ class Controller:
             self._sets = RankSets(
                 self._nodes, self._router, self.to_notebook, self._keep, self._side.begin_set, self._log.clear
             )
+            self._from_client = self._handlers_of_client()
+            self._from_agent = self._handlers_of_agents()
             self._introduce(log.folder)
             undo.pop_all()
 
@@ -255,7 +255,9 @@ class Controller:
             if not self._router.is_connected(identity):
                 raise ValueError(f"{identity!r} has not said hello")
             if self._members is not None:
-                self._handle_rank(self._members, rank, message)
+                self._members.handle_rank(rank, message)
+                if self._side.alone:
+                    self._members.cells.prompts.refuse_all()
         elif name == AGENT_TRANSFERS:
             if self._members is not None:
                 self._members.transfers.handle(number, message)
@@ -269,16 +271,18 @@ class Controller:
     def _sender(self, incarnation: int, number: int, life: int) -> Rank | None:
         """Return the rank that a lane belongs to; None if the process has ended."""
         members = self._members
-        return members.sender(number, life) if members is not None and members.incarnation == incarnation else None
+        if members is None or members.roster.incarnation != incarnation:
+            return None
+        return members.roster.sender(number, life)
 
     def _hello(self, identity: bytes, message: Hello) -> None:
         if message.version != VERSION:
             raise ValueError(f"{identity!r} speaks version {message.version}, this controller {VERSION}")
         name, incarnation, number, life = parse_lane(identity)
         members = self._members
-        if members is not None and name in RANK_LANES and members.incarnation == incarnation:
-            rank, node = members.where.rank_in(number), self._router.relay_of(identity)
-            if rank is not None and not members.where.is_on(rank, node):
+        if members is not None and name in RANK_LANES and members.roster.incarnation == incarnation:
+            rank, node = members.roster.where.rank_in(number), self._router.relay_of(identity)
+            if rank is not None and not members.roster.where.is_on(rank, node):
                 raise ValueError(f"node {node} speaks for rank {rank}, which is on another")
             if self._sender(incarnation, number, life) is None:
                 raise ValueError(f"the process in slot {number} that says hello has been replaced")
@@ -291,7 +295,9 @@ class Controller:
     def _client_left(self, message: Leave | None) -> None:
         """Handle a client that is gone: the ranks go on for as long as it asked, or was told for a crash."""
         members = self._members
-        lasts = members is not None and members.up and not members.ending and not self._side.unseen.launches
+        lasts = (
+            members is not None and members.roster.up and not members.roster.ending and not self._side.unseen.launches
+        )
         if message is not None:
             self._side.heed(message, lasts)
         else:
@@ -304,11 +310,11 @@ class Controller:
         if self._members is not None:
             self._members.newcomers.give_up()
             self._members.cells.prompts.refuse_all()
-            everyone = self._members.everyone()
-            self._members.to_ranks(RANK_CONTROL, everyone, ask(0, [], TellDebugger(b"")))  # those it has stopped go on
+            outbox, everyone = self._members.outbox, self._members.roster.everyone()
+            outbox.to_ranks(RANK_CONTROL, everyone, ask(0, [], TellDebugger(b"")))  # those it has stopped go on
             for serial, ranks in self._side.unseen.take_lent().items():
                 self._members.transfers.release(serial)
-                self._members.to_ranks(RANK_CONTROL, sorted(ranks), ask(0, [], Release(serial)))
+                outbox.to_ranks(RANK_CONTROL, sorted(ranks), ask(0, [], Release(serial)))
 
     def _attach(self, number: int, message: Attach) -> None:
         members = self._members
@@ -335,53 +341,31 @@ class Controller:
 
     # --- from the notebook
 
-    def _handle_client(self, message: Message) -> None:
-        members = self._members
-        if isinstance(message, Credit):
-            self._side.paid(message)
-        elif isinstance(message, Ask):
-            self._ask(message)
-        elif isinstance(message, GetStatus):
-            self.to_notebook(status_of(members, message.request))
-        elif isinstance(message, ReadLog):
-            self._read_log(message)
-        elif isinstance(message, WatchNodes):
-            self._nodes.broadcast(message)
-        elif isinstance(message, Start):
-            self._sets.start(message)
-        elif isinstance(message, Shutdown):
-            self._shut_down = True
-        elif isinstance(message, Stop):
-            self._sets.stop(message.grace)
-        elif isinstance(message, Leave):
-            self._client_left(message)
-        elif isinstance(message, Ending):
-            self._side.ending = message
-        elif isinstance(message, Choices):
-            self._sets.choices = message
-        elif members is not None:
-            self._handle_work(members, message)
+    def _handlers_of_client(self) -> Handlers[[]]:
+        return (
+            Handlers[[]]()
+            .on(Credit, self._side.paid)
+            .on(Ask, self._ask)
+            .on(GetStatus, lambda message: self.to_notebook(status_of(self._members, message.request)))
+            .on(ReadLog, self._read_log)
+            .on(WatchNodes, self._nodes.broadcast)
+            .on(Start, self._sets.start)
+            .on(Shutdown, self._note_shutdown)
+            .on(Stop, lambda message: self._sets.stop(message.grace))
+            .on(Leave, self._client_left)
+            .on(Ending, self._side.note_ending)
+            .on(Choices, self._sets.choose)
+        )
 
-    def _handle_work(self, members: Members, message: Message) -> None:
+    def _handle_client(self, message: Message) -> None:
+        if self._from_client(message) or self._members is None:
+            return
         if isinstance(message, Execute):
             self._side.unseen.begin(message)
-            members.begin(message)
-        elif isinstance(message, Interrupt):
-            members.stop(message)
-        elif isinstance(message, Returned):
-            members.cells.returned_elsewhere(message, time.monotonic())
-        elif isinstance(message, WidgetMessage):
-            members.to_rank(RANK_CELL, message.rank, message)
-        elif isinstance(message, Heal):
-            members.newcomers.heal(message, time.monotonic())
-        elif isinstance(message, Shrink):
-            members.newcomers.shrink(message, time.monotonic())
-        elif isinstance(message, Grow):
-            members.newcomers.grow(message, time.monotonic())
-        elif isinstance(message, JoinGroups):
-            members.newcomers.join_groups(time.monotonic())
-        elif isinstance(message, GiveUpHeal):
-            members.newcomers.give_up()
+        self._members.handle_client(message)
+
+    def _note_shutdown(self, message: Shutdown) -> None:
+        self._shut_down = True
 
     def _ask(self, message: Ask) -> None:
         if message.asker != "notebook":
@@ -393,16 +377,16 @@ class Controller:
         if members is not None and isinstance(message.question, Enter):
             for number in message.ranks:
                 members.cells.prompts.answered(number)
-        living = [number for number in message.ranks if members is not None and members.lives(number)]
+        living = [number for number in message.ranks if members is not None and members.roster.lives(number)]
         for number in set(message.ranks).difference(living):
             self.to_notebook(Answer(message.request, number, NoAnswer("it has died")))
         if members is None:
             return
         if not isinstance(message.question, OF_AGENTS):
-            members.to_ranks(RANK_CONTROL, living, msgspec.structs.replace(message, ranks=[]))
+            members.outbox.to_ranks(RANK_CONTROL, living, msgspec.structs.replace(message, ranks=[]))
             return
         for number in living:
-            members.to_agent_of(number, msgspec.structs.replace(message, ranks=[number]))
+            members.outbox.to_agent_of(number, msgspec.structs.replace(message, ranks=[number]))
 
     # --- to the notebook
 
@@ -420,9 +404,9 @@ class Controller:
         if self._members is None:
             return
         if credit.items:
-            self._members.to_rank(RANK_DISPLAY, credit.rank, credit)
+            self._members.outbox.to_rank(RANK_DISPLAY, credit.rank, credit)
         else:
-            self._members.to_agent_of(credit.rank, credit)
+            self._members.outbox.to_agent_of(credit.rank, credit)
 
     def _read_log(self, message: ReadLog) -> None:
         def answer(part: Part | None) -> None:
@@ -445,24 +429,37 @@ class Controller:
 
     # --- from agents
 
+    def _handlers_of_agents(self) -> Handlers[[int]]:
+        return (
+            Handlers[[int]]()
+            .on(Look, self._looked)
+            .on(Pong, lambda message, node: self._nodes.heard(node, message, time.monotonic()))
+            .on(NodeLeft, self._node_left)
+            .on(Gone, self._processes_gone)
+        )
+
     def _handle_agent(self, node: int, message: Message) -> None:
-        if isinstance(message, Look):
-            if node in self._nodes:  # else it has just been lost; by that name, as two may have one
-                self.to_notebook(Look(msgspec.structs.replace(message.node, name=self._nodes[node].host)))
-        elif isinstance(message, Pong):
-            self._nodes.heard(node, message, time.monotonic())
-        elif isinstance(message, NodeLeft):
-            if node in self._nodes and node:
-                self._nodes.lose(self._nodes[node], message.why)
-        elif (
-            self._members is not None
-            and getattr(message, "incarnation", self._members.incarnation) == self._members.incarnation
-        ):
-            if isinstance(message, Gone):
-                self._members.gone(node)
-                self._sets.check_gone()
-            else:
-                self._members.handle_agent(node, message)
+        members = self._members
+        if not self._from_agent(message, node) and members is not None and self._is_of_present(message, members):
+            members.handle_agent(node, message)
+
+    def _is_of_present(self, message: Message, members: Members) -> bool:
+        """Return whether a message is about the present set of ranks, and not about one that has ended."""
+        incarnation = members.roster.incarnation
+        return bool(getattr(message, "incarnation", incarnation) == incarnation)
+
+    def _looked(self, message: Look, node: int) -> None:
+        if node in self._nodes:  # else it has just been lost; by that name, as two may have one
+            self.to_notebook(Look(msgspec.structs.replace(message.node, name=self._nodes[node].host)))
+
+    def _node_left(self, message: NodeLeft, node: int) -> None:
+        if node in self._nodes and node:
+            self._nodes.lose(self._nodes[node], message.why)
+
+    def _processes_gone(self, message: Gone, node: int) -> None:
+        if self._members is not None and self._is_of_present(message, self._members):
+            self._members.gone(node)
+            self._sets.check_gone()
 
     def _agent_died(self) -> None:
         code = self._agent.wait()
@@ -475,31 +472,3 @@ class Controller:
                 "all ranks ended with it. `%distributed start` starts a new one."
             )
         )
-
-    # --- from ranks
-
-    def _handle_rank(self, members: Members, rank: Rank, message: Message) -> None:
-        named = getattr(message, "rank", rank.rank)
-        if named != rank.rank:
-            if named not in rank.names:
-                raise ValueError(f"rank {rank.rank} speaks for another: {message}")
-            message = msgspec.structs.replace(message, rank=rank.rank)
-        if isinstance(message, Reply):
-            if message.serial == rank.serial:
-                rank.answer(reply_on_our_clock(message, members.where.offset(rank.rank)))
-        elif isinstance(message, (Display, Prompt)):
-            if isinstance(message, Prompt):
-                members.cells.asked(message, rank.serial)
-            rank.display(message)
-            if self._side.alone:
-                members.cells.prompts.refuse_all()
-        elif isinstance(message, Answer) and message.asker == "controller":
-            members.cells.answered(message, time.monotonic())
-        elif isinstance(message, Answer):
-            self.to_notebook(answer_on_our_clock(message, members.where.offset(rank.rank)))
-        elif isinstance(message, WidgetMessage):
-            self.to_notebook(message)
-        elif isinstance(message, InOrder):
-            members.in_order(rank.rank, message)
-        elif isinstance(message, Ready):
-            members.ready(rank, message)

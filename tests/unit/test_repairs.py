@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbdist.base.limits import Slack
-from nbdist.base.ranks import RankNames
 from nbdist.controller.base.inquiries import A, Handler
 from nbdist.controller.cells.recovery import FailedCell
 from nbdist.controller.cells.repairs import Repairs
+from nbdist.controller.cells.waiting_cells import WaitingCell, WaitingCells
 from nbdist.wire.base.message import Message
 from nbdist.wire.base.rank_spans import RankSpans
-from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.messages.cells import Execute, InOrder, Recover, Recovered, Remark, Reply
 from nbdist.wire.questions.question import Question
 from nbdist.wire.questions.stopping import Forbid, Forbidden, GetState, GroupState, RankState
+from tests.support.controller_parts import Sent, keep_busy, roster_of
 
 NOTHING = Forbidden({})
 
@@ -33,49 +33,36 @@ class Ranks:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.busy: set[int] = set()
         self.asked: list[tuple[type[Question[Any]], list[int], Handler[Any]]] = []
-        self.told: dict[int, Recover] = {}
-        self.seen: list[Message] = []
+        self.sent = Sent()
+        self.roster = roster_of(3, self.sent)
         self.begun: list[Execute] = []
-        self.repairs = Repairs(self, self._ask, self.begin)
+        self.waiting = WaitingCells()
+        self.repairs = Repairs(self.roster, self.sent, self._ask, self.waiting, self._retry)
 
     def _ask(self, ranks: Sequence[int], question: Question[A], handler: Handler[A] | None = None) -> None:
         assert handler is not None
         self.asked.append((type(question), list(ranks), handler))
 
-    def to_rank(self, lane: str, rank: int, message: Message) -> None:
-        assert isinstance(message, Recover)
-        self.told[rank] = message
-
-    def to_ranks(self, lane: str, ranks: Sequence[int], message: Message) -> None:
-        for rank in ranks:
-            self.to_rank(lane, rank, message)
-
-    def to_agent_of(self, rank: int, message: Message) -> None:
-        raise AssertionError("repairs ask no agents")
-
-    def to_notebook(self, message: Message) -> None:
-        self.seen.append(message)
-
-    def idle(self) -> list[int]:
-        return [rank for rank in range(3) if rank not in self.busy]
-
-    def dead(self) -> list[int]:
-        return []
-
-    names = RankNames()
-    slack = Slack()
-
-    def apart(self, ranks: Sequence[int]) -> bool:
-        return False
-
-    def everyone(self) -> list[int]:
-        return [0, 1, 2]
+    @property
+    def recovering(self) -> dict[int, Recover]:
+        """The last orders of each rank."""
+        return {rank: message for rank, message in self.sent.sent if isinstance(message, Recover)}
 
     def begin(self, message: Execute) -> None:
-        if self.repairs.may_begin(message, self.now):
-            self.begun.append(message)
+        self._try(self.waiting.add(message))
+
+    def _retry(self) -> None:
+        for cell in self.waiting.for_reason("repairs"):
+            self._try(cell)
+
+    def _try(self, cell: WaitingCell) -> None:
+        cell.reason = "repairs"
+        if self.repairs.must_wait(cell, self.now):
+            cell.wait_for_repairs(self.now)
+        else:
+            self.waiting.remove(cell)
+            self.begun.append(cell.message)
 
     def fail(self, *ranks: int) -> None:
         """Cell 5 on these ranks has failed on the first."""
@@ -99,16 +86,16 @@ class Ranks:
         self.repairs.go_on(self.now)
 
     def notes(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.seen if isinstance(message, kind)]
+        return [message for message in self.sent.told if isinstance(message, kind)]
 
 
 def ranks_that_owe() -> Ranks:
     """Rank 2 was busy when a cell failed that had entered a collective of all; it is idle again."""
     ranks = Ranks()
-    ranks.busy = {2}
+    keep_busy(ranks.roster, 2)
     ranks.fail(0, 1)
     ranks.answer(GetState, rank_0=state(1), rank_1=state(0))
-    ranks.busy = set()
+    keep_busy(ranks.roster)
     return ranks
 
 
@@ -127,7 +114,7 @@ def test_owed_groups_are_renewed_before_the_next_cell_which_says_so() -> None:
     ranks.begin(cell(6, 0))
     cut = state(cut=True, current=False)
     ranks.answer(GetState, rank_0=cut, rank_1=cut, rank_2=cut)
-    assert ranks.told.keys() == {0, 1, 2} and ranks.told[0].renew == ["0"] and not ranks.begun
+    assert ranks.recovering.keys() == {0, 1, 2} and ranks.recovering[0].renew == ["0"] and not ranks.begun
     ranks.put_in_order(0, 1, 2)
     assert [message.serial for message in ranks.begun] == [6]
     assert [(note.serial, note.text) for note in ranks.notes(Remark)] == [(6, "process groups rebuilt (generation 2)")]
@@ -166,37 +153,10 @@ def test_a_rank_that_did_not_come_to_a_renewal_begins_nothing_until_it_has() -> 
     assert [message.serial for message in ranks.begun] == [6, 7]
 
 
-def test_what_a_cell_waits_for_is_said_every_second() -> None:
-    ranks = Ranks()
-    ranks.fail(0, 1)
-    ranks.answer(GetState, rank_0=state(1), rank_1=state(0))
-    ranks.pass_time(1.1)
-    ranks.begin(cell(6, 0, 1, 2))
-    ranks.pass_time(1.1)
-    ranks.pass_time(1.1)
-    first, second = ranks.notes(Remark)
-    assert first.text == (
-        "waiting for rank 2, which has not answered for 1 s: stopped, or in a call that blocks Python. "
-        "Interrupt this cell to cancel it."
-    )
-    assert (first.same, second.same) == (False, True) and "for 2 s" in second.text
-
-
-def test_an_interrupt_of_some_of_its_ranks_leaves_the_cell_to_the_others() -> None:
-    ranks = ranks_that_owe()
-    ranks.begin(cell(6, 0, 1))
-    ranks.repairs.give_up(Interrupt(6, [1]), ranks.now)
-    reply = ranks.notes(Reply)[-1]
-    assert (reply.serial, reply.rank, reply.status) == (6, 1, "interrupted")
-    assert reply.failure.name == "KeyboardInterrupt"
-    ranks.answer(Forbid, rank_0=NOTHING)
-    assert ranks.begun == [cell(6, 0)]
-
-
 def test_an_interrupt_of_a_failed_cell_does_not_wait_for_its_recovery() -> None:
     ranks = Ranks()
     ranks.fail(0, 1)
-    ranks.repairs.give_up(Interrupt(5, [0, 1]), ranks.now)
+    ranks.repairs.let_end(5)
     assert ranks.notes(Reply)[-1].serial == 5
 
 
@@ -210,4 +170,4 @@ def test_an_answer_that_belongs_to_an_earlier_recovery_is_not_taken_for_one_to_t
     late(2, state(1), ranks.now)
     ranks.repairs.go_on(ranks.now)
     assert [question for question, _, _ in ranks.asked] == [GetState, Forbid, Forbid, GetState]
-    assert not ranks.told
+    assert not ranks.recovering

@@ -26,17 +26,11 @@ class CellTransfers:
 
     def __init__(self, send: Callable[[int, Message | bytes], None]) -> None:
         self._transfers = SegmentTransfers(send)
-        self._on_their_way: dict[int, Execute] = {}  # cells whose parcels are brought to other nodes
         self._parcels: dict[int, dict[int, Parcel]] = {}  # by cell, for each other node its own
         self._deliveries: dict[int, int] = {}  # by cell, what was brought for it
         self._collections: dict[int, list[int]] = {}  # by cell, what was brought from it, until the notebook has it
 
     # --- to other nodes
-
-    @property
-    def moving(self) -> bool:
-        """Whether a cell waits for its parcel to arrive."""
-        return bool(self._on_their_way)
 
     def deliver(self, message: Execute, nodes: Iterable[int], done: Callable[[Execute, str], None]) -> None:
         """Bring what a cell takes along to nodes.
@@ -44,25 +38,18 @@ class CellTransfers:
         Args:
             message: The cell, which has a parcel.
             nodes: Where its ranks are, but for this one.
-            done: Called with the cell when it may begin, and why it can't; "" if it can.
+            done: Called with the cell when it may begin, and why it can't; "" if it can. Not after `drop`.
         """
         whole = message.parcel
         assert whole is not None
-        self._on_their_way[message.serial] = message
 
         def arrived(there: dict[int, list[Segment]], why: str) -> None:
-            if self._on_their_way.pop(message.serial, None) is None:
-                return
             if not why:
                 parcels = {node: msgspec.structs.replace(whole, segments=segments) for node, segments in there.items()}
                 self._parcels[message.serial] = parcels
             done(message, why and f"{whole.name} could not be sent to other nodes: {why}")
 
         self._deliveries[message.serial] = self._transfers.deliver(whole.segments, sorted(nodes), arrived)
-
-    def withdraw(self, serial: int) -> Execute | None:
-        """Return the cell, which no longer waits for its parcel; None if it has begun."""
-        return self._on_their_way.pop(serial, None)
 
     def parcels(self, serial: int) -> Mapping[int, Parcel]:
         """Return what was brought to other nodes for a cell, by node."""
@@ -73,7 +60,7 @@ class CellTransfers:
         return serial in self._deliveries
 
     def drop(self, serial: int) -> None:
-        """Free what was brought for a cell: it has ended."""
+        """Free what was brought for a cell, or is being brought: it has ended."""
         self._parcels.pop(serial, None)
         if (key := self._deliveries.pop(serial, None)) is not None:
             self._transfers.drop(key)

@@ -12,60 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import msgspec
-
-from nbdist.base.limits import Slack
-from nbdist.base.ranks import RankNames
 from nbdist.controller.base.inquiries import AskRanks
+from nbdist.controller.base.outbox import Outbox
 from nbdist.controller.cells.recovery import FailedCell, Recovery
+from nbdist.controller.cells.waiting_cells import WaitingCell, WaitingCells
+from nbdist.controller.nodes.roster import Roster
 from nbdist.wire.base.message import Message
 from nbdist.wire.lanes import RANK_CELL
-from nbdist.wire.messages.cells import Execute, Failure, InOrder, Interrupt, Recover, Recovered, Remark, Reply
+from nbdist.wire.messages.cells import Execute, InOrder, Recover, Recovered, Remark
 from nbdist.wire.questions.question import NoAnswer
 from nbdist.wire.questions.stopping import Forbid, Forbidden
-
-_EXPLAIN_EVERY = 1.0  # seconds that a cell waits for ranks before this is shown, and between updates of the line
-
-
-class Wires(Protocol):
-    """What the controller does for this module.
-
-    Attributes:
-        names: How to name ranks.
-        slack: What waits for ranks are longer by.
-    """
-
-    @property
-    def names(self) -> RankNames: ...
-
-    @property
-    def slack(self) -> Slack: ...
-
-    def to_rank(self, lane: str, rank: int, message: Message) -> None:
-        """Send to a rank, if it is alive."""
-
-    def to_ranks(self, lane: str, ranks: Sequence[int], message: Message) -> None:
-        """Send the same to ranks, as far as they live."""
-
-    def to_agent_of(self, rank: int, message: Message) -> None:
-        """Send to the agent of a rank's node."""
-
-    def to_notebook(self, message: Message) -> None:
-        """Send to the notebook."""
-
-    def idle(self) -> list[int]:
-        """Return the living ranks that run nothing."""
-
-    def dead(self) -> list[int]:
-        """Return the ranks that have died."""
-
-    def apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether these are newcomers that share no group with others yet."""
-
-    def everyone(self) -> list[int]:
-        """Return all ranks, including dead ones."""
 
 
 @dataclass
@@ -85,38 +42,28 @@ class _Repair:
     over: Callable[[Recovery], None] | None = None
 
 
-@dataclass
-class _Waiting:
-    """A cell that has not begun.
-
-    Attributes:
-        due: When to report, again, what it waits for.
-        settled: Whether everything that can be renewed for it has been.
-    """
-
-    message: Execute
-    since: float
-    due: float
-    settled: bool = False
-    said: bool = False
-
-
 class Repairs:
     """All repairs of a set of ranks.
 
     Args:
-        wires: Connections to the ranks and the notebook.
+        roster: The ranks.
+        outbox: Sends to them.
         ask: Asks control threads.
-        execute: Called with an Execute that had to wait, to try it again.
+        waiting: Cells that have not begun.
+        retry: Called when cells that waited for repairs may begin.
 
     Attributes:
         generation: Of the process groups.
     """
 
-    def __init__(self, wires: Wires, ask: AskRanks, execute: Callable[[Execute], None]) -> None:
-        self._wires = wires
+    def __init__(
+        self, roster: Roster, outbox: Outbox, ask: AskRanks, waiting: WaitingCells, retry: Callable[[], None]
+    ) -> None:
+        self._roster = roster
+        self._outbox = outbox
         self._ask = ask
-        self._execute = execute
+        self._waiting = waiting
+        self._retry = retry
         self.generation = 1
         self._over: deque[tuple[FailedCell, Message | None]] = deque()  # waiting for their recovery
         self._repair: _Repair | None = None
@@ -125,7 +72,6 @@ class Repairs:
         self._uninformed: set[int] = set()  # ranks that have yet to learn which groups they must not use
         self._missing: set[int] = set()  # ranks that have yet to carry out their orders
         self._ungrouped: set[int] = set()  # ranks that have destroyed their default group
-        self._waiting: dict[int, _Waiting] = {}
 
     # --- events
 
@@ -146,8 +92,8 @@ class Repairs:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is being repaired, and no cell waits."""
-        return self._repair is None and not self._over and not self._waiting
+        """Whether nothing is being repaired."""
+        return self._repair is None and not self._over
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Note that ranks have other numbers, while it is `quiet`; those without one are gone."""
@@ -169,8 +115,8 @@ class Repairs:
             newcomers: They stand in for them already.
             over: Called at the end, with what was done.
         """
-        idle = [rank for rank in self._wires.idle() if rank not in self._missing and rank not in newcomers]
-        dead = self._wires.dead()
+        idle = [rank for rank in self._roster.idle() if rank not in self._missing and rank not in newcomers]
+        dead = self._roster.dead()
         recovery = Recovery(
             FailedCell(0),
             idle,
@@ -180,40 +126,21 @@ class Repairs:
             self._lost,
             now,
             newcomers=newcomers,
-            slack=self._wires.slack,
+            slack=self._roster.slack,
         )
         self._begin_repair(_Repair(0, recovery, over=over))
         self._end_repair(now)
 
-    def may_begin(self, message: Execute, now: float) -> bool:
-        """Return whether a cell may begin. If not, it waits, and `execute` is called with it again."""
-        if self._must_wait(message, now):
-            self._wait(message, now)
-            return False
-        self._stop_waiting(message.serial, now)
-        return True
+    def awaited(self, message: Execute) -> set[int]:
+        """Return the ranks that keep a cell from beginning."""
+        if self._repair is not None:
+            return self._repair.recovery.awaited
+        return set(message.ranks) & (self._uninformed | self._missing)
 
-    def give_up(self, message: Interrupt, now: float) -> None:
-        """Stop waiting at the user's request, whether for a cell to begin or for repairs after a failed one."""
-        if self._repair is not None and self._repair.serial == message.serial:
+    def let_end(self, serial: int) -> None:
+        """Let a cell that failed end at once, at the user's request, though not everything is repaired."""
+        if self._repair is not None and self._repair.serial == serial:
             self._release(self._repair)
-        waiting = self._waiting.get(message.serial)
-        if waiting is None:
-            return
-        dropped = sorted(set(waiting.message.ranks) & set(message.ranks))
-        rest = [rank for rank in waiting.message.ranks if rank not in dropped]
-        if rest:
-            waiting.message = msgspec.structs.replace(waiting.message, ranks=rest)
-        else:
-            del self._waiting[message.serial]
-        who = self._wires.names.describe(self._awaited(waiting))
-        if waiting.said and not rest:
-            text = f"waited {now - waiting.since:.0f} s for {who}, then was canceled"
-            self._wires.to_notebook(Remark(message.serial, text, "watch"))
-        text = f"the cell had not started: it was waiting for {who}"
-        failure = Failure("KeyboardInterrupt", text, "", now, kind="interrupted")
-        for rank in dropped:
-            self._wires.to_notebook(Reply(message.serial, rank, "interrupted", failure))
 
     def died(self, rank: int, now: float) -> None:
         """Handle the death of a rank."""
@@ -232,37 +159,29 @@ class Repairs:
 
     def due(self) -> float | None:
         """Return the time of the next `tick`."""
-        dues: list[float | None] = [waiting.due for waiting in self._waiting.values()]
-        if self._repair is not None:
-            dues.append(self._repair.recovery.due)
-        return min((due for due in dues if due is not None), default=None)
+        return self._repair.recovery.due if self._repair is not None else None
 
     def tick(self, now: float) -> None:
         """Do what is due at this time."""
         if self._repair is not None:
             self._repair.recovery.tick(now)
         self.go_on(now)
-        for waiting in self._waiting.values():
-            if now >= waiting.due:
-                self._explain_wait(waiting, now)
 
     def go_on(self, now: float) -> None:
         """End the recovery if it is finished, then begin the next one and the cells that waited for it."""
         self._end_repair(now)
         if self._repair is not None and not self._repair.recovery.open:
             return  # what waits goes on waiting; with many ranks, to find that out for each answer takes long
-        for waiting in list(self._waiting.values()):
-            if waiting.message.serial in self._waiting:  # the previous one may have caused a death
-                self._execute(waiting.message)
+        self._retry()
 
     # --- recoveries
 
     def _recover(self, cell: FailedCell, last: Message | None, now: float) -> None:
         """Compare the ranks after a failed cell."""
-        idle = [rank for rank in self._wires.idle() if rank not in self._missing]
-        dead = self._wires.dead()
+        idle = [rank for rank in self._roster.idle() if rank not in self._missing]
+        dead = self._roster.dead()
         busy = sorted(set(cell.failed) - {*idle, *dead, *self._missing})
-        recovery = Recovery(cell, idle, busy, dead, self.generation, self._lost, now, slack=self._wires.slack)
+        recovery = Recovery(cell, idle, busy, dead, self.generation, self._lost, now, slack=self._roster.slack)
         self._begin_repair(_Repair(cell.serial, recovery, last))
 
     def _begin_repair(self, repair: _Repair) -> None:
@@ -270,7 +189,7 @@ class Repairs:
         repair.recovery.begin(self._ask, self._send_recover)
 
     def _send_recover(self, ranks: Sequence[int], message: Recover) -> None:
-        self._wires.to_ranks(RANK_CELL, ranks, message)
+        self._outbox.to_ranks(RANK_CELL, ranks, message)
 
     def _end_repair(self, now: float) -> None:
         while True:
@@ -301,12 +220,12 @@ class Repairs:
     def _report(self, repair: _Repair) -> None:
         """Report what was done: in the failed cell if it has not ended, else in the cells that waited for it."""
         recovery = repair.recovery
-        told = [] if repair.last is not None else [serial for serial in self._waiting if recovery.text]
+        waited = self._waiting.repaired_for() if recovery.text and repair.last is None else []
         seconds = time.monotonic() - recovery.began
-        text = "" if told or repair.groups else recovery.text
-        self._wires.to_notebook(Recovered(repair.serial, recovery.generation, text, recovery.step, seconds))
-        for serial in told:
-            self._wires.to_notebook(Remark(serial, recovery.text, "groups"))
+        text = "" if waited or repair.groups else recovery.text
+        self._outbox.to_notebook(Recovered(repair.serial, recovery.generation, text, recovery.step, seconds))
+        for cell in waited:
+            self._outbox.to_notebook(Remark(cell.serial, recovery.text, "groups"))
         self._end_failed(repair)
 
     def _release(self, repair: _Repair) -> None:
@@ -314,20 +233,20 @@ class Repairs:
         if repair.last is None:
             return
         recovery = repair.recovery
-        who = self._wires.names.describe(recovery.awaited)
+        who = self._roster.names.describe(recovery.awaited)
         text = f"{who} did not answer in time: process groups are checked before the next cell there starts"
         seconds = time.monotonic() - recovery.began
-        self._wires.to_notebook(Recovered(repair.serial, self.generation, text, 0, seconds))
+        self._outbox.to_notebook(Recovered(repair.serial, self.generation, text, 0, seconds))
         self._end_failed(repair)
 
     def _end_failed(self, repair: _Repair) -> None:
         if repair.last is not None:
-            self._wires.to_notebook(repair.last)
+            self._outbox.to_notebook(repair.last)
             repair.last = None
 
     def _forbid(self, recovery: Recovery) -> None:
         """Make using groups that may be out of step an error on all their members."""
-        dead = set(self._wires.dead())
+        dead = set(self._roster.dead())
         members = set().union(*recovery.owed.values()) - recovery.late - dead
         for ranks, groups in ((members, sorted(recovery.owed)), (recovery.late - dead, None)):
             if ranks:
@@ -341,27 +260,27 @@ class Repairs:
 
     # --- waiting cells
 
-    def _must_wait(self, message: Execute, now: float) -> bool:
+    def must_wait(self, cell: WaitingCell, now: float) -> bool:
+        """Return whether a cell has to wait: `retry` is called when it may begin."""
         self._end_repair(now)
-        ranks = set(message.ranks)
+        ranks = set(cell.message.ranks)
         recovery = self._repair.recovery if self._repair is not None else None
         if recovery is not None and recovery.open and not ranks & recovery.late:
             recovery.go_on(now)
             self._end_repair(now)
         if self._repair is not None or ranks & (self._uninformed | self._missing):
             return True
-        return (bool(self._owed) and self._settle(message, now)) or (
-            bool(self._ungrouped) and self._make_group_again(message, now)
+        return (bool(self._owed) and self._settle(cell, now)) or (
+            bool(self._ungrouped) and self._make_group_again(cell, now)
         )
 
-    def _settle(self, message: Execute, now: float) -> bool:
+    def _settle(self, cell: WaitingCell, now: float) -> bool:
         """Renew the groups this cell might use, where all members are idle. False if there are none."""
-        waiting = self._waiting.get(message.serial)
-        if waiting is not None and waiting.settled:
+        if cell.settled:
             return False
-        dead = self._wires.dead()
-        able = {*self._wires.idle(), *dead} - self._uninformed - self._missing
-        ranks = set(message.ranks)
+        dead = self._roster.dead()
+        able = {*self._roster.idle(), *dead} - self._uninformed - self._missing
+        ranks = set(cell.message.ranks)
         chosen = {
             name: members
             for name, members in self._owed.items()
@@ -369,23 +288,26 @@ class Repairs:
         }
         if not chosen:
             return False
-        self._wait(message, now).settled = True
+        self._settle_for(cell, now)
         members = sorted(set().union(*chosen.values()) - set(dead))
         recovery = Recovery(
-            FailedCell(message.serial), members, [], dead, self.generation, self._lost, now, slack=self._wires.slack
+            FailedCell(cell.serial), members, [], dead, self.generation, self._lost, now, slack=self._roster.slack
         )
-        self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(chosen)))
+        self._begin_repair(_Repair(cell.serial, recovery, groups=frozenset(chosen)))
         return True
 
-    def _make_group_again(self, message: Execute, now: float) -> bool:
+    def _settle_for(self, cell: WaitingCell, now: float) -> None:
+        cell.wait_for_repairs(now)
+        cell.settled = True
+
+    def _make_group_again(self, cell: WaitingCell, now: float) -> bool:
         """Recreate the default group that cells destroyed, if this cell runs on all ranks. False if it can't be."""
-        waiting = self._waiting.get(message.serial)
-        ranks = self._wires.everyone()
-        if (waiting is not None and waiting.settled) or not set(ranks) == set(message.ranks) == set(self._wires.idle()):
+        ranks = self._roster.everyone()
+        if cell.settled or not set(ranks) == set(cell.message.ranks) == set(self._roster.idle()):
             return False
-        self._wait(message, now).settled = True
+        self._settle_for(cell, now)
         recovery = Recovery(
-            FailedCell(message.serial),
+            FailedCell(cell.serial),
             ranks,
             [],
             [],
@@ -393,35 +315,7 @@ class Repairs:
             self._lost,
             now,
             regroup=True,
-            slack=self._wires.slack,
+            slack=self._roster.slack,
         )
-        self._begin_repair(_Repair(message.serial, recovery, groups=frozenset(self._owed)))
+        self._begin_repair(_Repair(cell.serial, recovery, groups=frozenset(self._owed)))
         return True
-
-    def _wait(self, message: Execute, now: float) -> _Waiting:
-        return self._waiting.setdefault(message.serial, _Waiting(message, now, now + _EXPLAIN_EVERY))
-
-    def _explain_wait(self, waiting: _Waiting, now: float) -> None:
-        waiting.due = now + _EXPLAIN_EVERY
-        who = self._awaited(waiting)
-        if not who:
-            return
-        has = "has" if len(who) == 1 else "have"
-        text = (
-            f"waiting for {self._wires.names.describe(who)}, which {has} not answered for "
-            f"{now - waiting.since:.0f} s: stopped, or in a call that blocks Python. Interrupt this cell to cancel it."
-        )
-        self._wires.to_notebook(Remark(waiting.message.serial, text, "watch", same=waiting.said))
-        waiting.said = True
-
-    def _awaited(self, waiting: _Waiting) -> set[int]:
-        """Return the ranks that keep a cell from beginning."""
-        if self._repair is not None:
-            return self._repair.recovery.awaited
-        return set(waiting.message.ranks) & (self._uninformed | self._missing)
-
-    def _stop_waiting(self, serial: int, now: float) -> None:
-        waiting = self._waiting.pop(serial, None)
-        if waiting is not None and waiting.said:
-            text = f"waited {now - waiting.since:.0f} s for a rank to answer, then started"
-            self._wires.to_notebook(Remark(serial, text, "watch"))

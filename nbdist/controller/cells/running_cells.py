@@ -14,10 +14,13 @@ import msgspec
 
 from nbdist.base import limits
 from nbdist.controller.base.inquiries import A, AskRanks, Handler, Inquiries
+from nbdist.controller.base.outbox import Outbox
 from nbdist.controller.cells.ladder import Ladder
 from nbdist.controller.cells.recovery import FailedCell, Recovery
-from nbdist.controller.cells.repairs import Repairs, Wires
+from nbdist.controller.cells.repairs import Repairs
+from nbdist.controller.cells.waiting_cells import WaitingCell, WaitingCells
 from nbdist.controller.cells.watch import Pauses, Watch
+from nbdist.controller.nodes.roster import Roster
 from nbdist.wire.base.message import Message
 from nbdist.wire.lanes import RANK_CONTROL
 from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Remark, Reply, Returned
@@ -104,35 +107,39 @@ class Cells:
     """All cells of a set of ranks.
 
     Args:
-        wires: Connections to the ranks and the notebook.
-        execute: Called with an Execute that had to wait, once the ranks are repaired.
+        roster: The ranks.
+        outbox: Sends to them.
+        waiting: Cells that have not begun.
+        retry: Called when cells that waited for repairs may begin.
 
     Attributes:
         prompts: Which ranks wait for the user.
     """
 
-    def __init__(self, wires: Wires, execute: Callable[[Execute], None]) -> None:
-        self._wires = wires
+    def __init__(self, roster: Roster, outbox: Outbox, waiting: WaitingCells, retry: Callable[[], None]) -> None:
+        self._roster = roster
+        self._outbox = outbox
+        self._waiting = waiting
         self._running: dict[int, _Cell] = {}
         self._rests_until = 0.0
-        self._inquiries = Inquiries(self._send, wires.dead)
-        self._repairs = Repairs(wires, self._inquiries.ask, execute)
+        self._inquiries = Inquiries(self._send, roster.dead)
+        self._repairs = Repairs(roster, outbox, self._inquiries.ask, waiting, retry)
         self.prompts = OpenPrompts(self._inquiries.ask)
 
     def _send(self, ranks: Sequence[int], question: Ask) -> None:
         """Send a question to control threads, or to the agents that answer for their ranks."""
         if not isinstance(question.question, OF_AGENTS):
-            self._wires.to_ranks(RANK_CONTROL, ranks, question)
+            self._outbox.to_ranks(RANK_CONTROL, ranks, question)
             return
         for rank in ranks:
-            self._wires.to_agent_of(rank, msgspec.structs.replace(question, ranks=[rank]))
+            self._outbox.to_agent_of(rank, msgspec.structs.replace(question, ranks=[rank]))
 
     # --- events
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing runs or waits, and nothing is being repaired."""
-        return not self._running and self._repairs.quiet
+        """Whether nothing runs or is about to, and nothing is being repaired."""
+        return not self._running and not self._waiting.under_way and self._repairs.quiet
 
     @property
     def generation(self) -> int:
@@ -157,10 +164,15 @@ class Cells:
         """Bring newcomers into the groups, like `Repairs.admit`."""
         self._repairs.admit(newcomers, over, now)
 
-    def begin(self, message: Execute, now: float) -> bool:
-        """Begin a cell. False if it has to wait: `execute` is called with it once the ranks are repaired."""
+    def awaited(self, message: Execute) -> set[int]:
+        """Return the ranks that keep a cell from beginning."""
+        return self._repairs.awaited(message)
+
+    def begin(self, cell: WaitingCell, now: float) -> bool:
+        """Begin a cell. False if it has to wait: `retry` is called once ranks are repaired."""
+        message = cell.message
         self._repair_failed_parts(set(message.ranks))
-        if not self._repairs.may_begin(message, now):
+        if self._repairs.must_wait(cell, now):
             return False
         serial, ranks = message.serial, message.ranks
         watch = Watch(
@@ -168,13 +180,13 @@ class Cells:
             ranks,
             message.grace,
             self._asking_about(serial),
-            lambda text, same, stuck: self._wires.to_notebook(Remark(serial, text, "watch", same, stuck, watch.waits)),
+            lambda text, same, stuck: self._outbox.to_notebook(Remark(serial, text, "watch", same, stuck, watch.waits)),
             lambda who: self._free(serial, who),
             now,
             launch=message.kind == "launch",
-            part=bool(self._running) or len(self._wires.idle()) > len(ranks),
-            names=self._wires.names,
-            pauses=Pauses().slower(self._wires.slack),
+            part=bool(self._running) or len(self._roster.idle()) > len(ranks),
+            names=self._roster.names,
+            pauses=Pauses().slower(self._roster.slack),
             strand=lambda rank, why: self._asking_about(serial)([rank], Strand(serial, why)),
         )
         self._running[serial] = _Cell(serial, message.number, now, ranks, set(ranks), watch)
@@ -191,7 +203,7 @@ class Cells:
         """Stop a cell at the user's request; a second request stops it at once."""
         cell = self._running.get(message.serial)
         if cell is None:
-            self._repairs.give_up(message, now)
+            self._repairs.let_end(message.serial)
             return
         ranks = sorted(cell.left & set(message.ranks))
         if cell.ladder is not None and (message.now or cell.ladder.left):
@@ -217,7 +229,7 @@ class Cells:
         self._repairs.note_group(reply.rank, reply.grouped)
         cell = self._running.get(reply.serial)
         if cell is None:
-            self._wires.to_notebook(reply)
+            self._outbox.to_notebook(reply)
             return
         if reply.broken:
             cell.broken.add(reply.rank)
@@ -231,7 +243,7 @@ class Cells:
         self._inquiries.died(died.rank, now)
         cell = self._running.get(died.serial)
         if cell is None:
-            self._wires.to_notebook(died)
+            self._outbox.to_notebook(died)
         else:
             self._leave(cell, died.rank, died, True, now)
             if cell.left and cell.ladder is None:
@@ -246,6 +258,10 @@ class Cells:
     def in_order(self, rank: int, report: InOrder, now: float) -> None:
         """Note that a rank has carried out a Recover."""
         self._repairs.in_order(rank, report)
+        self._repairs.go_on(now)
+
+    def go_on(self, now: float) -> None:
+        """Go on with repairs, and with the cells that wait for them, as far as that is possible."""
         self._repairs.go_on(now)
 
     def left(self) -> dict[int, list[int]]:
@@ -295,13 +311,13 @@ class Cells:
         def raise_on(who: Sequence[int]) -> None:
             now = cell.ladder is not None and cell.ladder.forced
             for rank in who:
-                self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank], now))
+                self._outbox.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank], now))
 
         def say(text: str) -> None:
-            self._wires.to_notebook(Remark(serial, text, "stop"))
+            self._outbox.to_notebook(Remark(serial, text, "stop"))
 
         keywords = {} if grace is None else {"grace": grace}
-        slack = self._wires.slack
+        slack = self._roster.slack
         cell.ladder = Ladder(serial, ranks, ask, raise_on, say, now, together=together, slack=slack, **keywords)
 
     def _asking_about(self, serial: int) -> AskRanks:
@@ -322,7 +338,7 @@ class Cells:
     def _free(self, serial: int, ranks: Sequence[int]) -> None:
         """Free ranks that wait for one that failed."""
         for rank in ranks:
-            self._wires.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
+            self._outbox.to_rank(RANK_CONTROL, rank, Interrupt(serial, [rank]))
         self._asking_about(serial)(ranks, Cut(serial, force=True))
 
     # --- the end of a cell
@@ -336,11 +352,11 @@ class Cells:
         if cell.ladder is not None:
             cell.ladder.ended(rank)
         if cell.left:
-            self._wires.to_notebook(message)
+            self._outbox.to_notebook(message)
             return
-        in_order = not cell.unsure or self._wires.apart(cell.ranks)
+        in_order = not cell.unsure or self._roster.are_apart(cell.ranks)
         if in_order:
-            self._wires.to_notebook(message)
+            self._outbox.to_notebook(message)
         del self._running[cell.serial]
         self.prompts.forget(cell.serial)
         if not in_order:

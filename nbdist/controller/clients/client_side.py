@@ -190,6 +190,10 @@ class ClientSide:
             self._router.send(self.client.events, Goodbye())
         self.lose(message.how, message.seconds if lasts else 0.0)
 
+    def note_ending(self, message: Ending) -> None:
+        """Note how the client is about to end."""
+        self.ending = message
+
     def take(self, number: int, message: Attach) -> None:
         """Have another client drive. It is told nothing until `open`.
 

@@ -20,11 +20,11 @@ def hindrance(side: ClientSide, members: Members | None, message: Attach, *, end
         message: What the newcomer asks for.
         ending: Whether the session is about to end.
     """
-    if members is None or ending or members.ending:
+    if members is None or ending or members.roster.ending:
         return "this session is ending, and has no ranks to attach to. `nbdist ls` shows the others"
     if side.unseen.launches:
         return "these ranks belong to a function that `notebook_launcher` has started: they end with it"
-    if not members.up:
+    if not members.roster.up:
         return "the ranks of this session are still starting. Try again when `nbdist ls` shows them"
     if not side.alone and not message.take:
         return f"this session belongs to {side.client}, which is still connected: `attach --take` takes it over"
@@ -61,17 +61,17 @@ def attached(
     }
     notices, unseen.notices = unseen.notices, []
     return Attached(
-        members.infos(),
-        members.backend,
+        members.roster.infos(),
+        members.roster.backend,
         first_serial,
-        members.slack.answers,
+        members.roster.slack.answers,
         members.cells.generation,
-        [rank.dead for rank in members.ranks.values() if rank.dead is not None],
+        [rank.dead for rank in members.roster.ranks.values() if rank.dead is not None],
         dict(unseen.names),
         started,
         unseen.report(tails),
         unseen.last,
-        members.newcomers.history.marked,
+        members.history.marked,
         notices,
         away,
     )

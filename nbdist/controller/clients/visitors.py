@@ -83,8 +83,8 @@ class Descriptions:
                 request.held.append(answer)
             self.tick(now)
 
-        if members is not None and members.up:
-            living = [rank for rank in members.everyone() if members.lives(rank)]
+        if members is not None and members.roster.up:
+            living = [rank for rank in members.roster.everyone() if members.roster.lives(rank)]
             members.cells.ask(living, GetMemory(), answered)
         else:
             request.left = 0
@@ -104,18 +104,22 @@ class Descriptions:
 
 
 def _standing_of(members: Members) -> Standing:
-    ranks = members.ranks.values()
-    gpus = {(members.where.node_of(rank.rank), rank.device) for rank in ranks if rank.device != "cpu"}
+    ranks = members.roster.ranks.values()
+    gpus = {(members.roster.where.node_of(rank.rank), rank.device) for rank in ranks if rank.device != "cpu"}
     running = members.cells.running(time.monotonic())
-    return Standing(len(members.ranks) - len(members.dead()), len(gpus - {(0, "")}), running, members.up_at)
+    return Standing(
+        len(members.roster.ranks) - len(members.roster.dead()), len(gpus - {(0, "")}), running, members.roster.up_at
+    )
 
 
 def status_of(members: Members | None, request: int) -> Status:
     """Return what is known of each rank, as the answer to a request."""
     if members is None:
         return Status(request, [])
-    ranks = [RankStatus(r.rank, r.pid, r.device, r.serial, _how_it_ended(r.dead)) for r in members.ranks.values()]
-    return Status(request, ranks, members.newcomers.history.marked)
+    ranks = [
+        RankStatus(r.rank, r.pid, r.device, r.serial, _how_it_ended(r.dead)) for r in members.roster.ranks.values()
+    ]
+    return Status(request, ranks, members.history.marked)
 
 
 def _how_it_ended(died: Died | None) -> str:
@@ -238,7 +242,11 @@ class Visitors:
             self.descriptions.make(visitor, self._side, members, list(hosts))
             return False
         if isinstance(message, Follow):
-            living = [rank for rank in members.everyone() if members.lives(rank)] if members is not None else []
+            living = (
+                [rank for rank in members.roster.everyone() if members.roster.lives(rank)]
+                if members is not None
+                else []
+            )
             self._followers.answer(visitor, message, self._side, living)
             return False
         self._router.disconnect(visitor)

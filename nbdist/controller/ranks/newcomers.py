@@ -1,47 +1,26 @@
-"""Who comes to a set of ranks while it lives: one replacement at a time, and the cells that wait for its end.
+"""Who comes to a set of ranks while it lives, and who leaves it: one replacement at a time.
 
 A replacement of ranks whose machines are lost waits until others have come.
 
-Owns what newcomers run first. Decides whether they may come; `replacement` brings them in.
+Decides whether they may come; `replacement` brings them in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import counted
 from nbdist.controller.base.rank_order import Rank
-from nbdist.controller.cells.cell_history import CellHistory
-from nbdist.controller.nodes.placement import Placement
-from nbdist.controller.ranks.replacement import Healing, MembershipChange, Places
-from nbdist.wire.base.message import Message
+from nbdist.controller.ranks.membership import Membership
+from nbdist.controller.ranks.replacement import MembershipChange, Replacement
 from nbdist.wire.messages.cells import Execute, InOrder
 from nbdist.wire.messages.healing import Grow, Heal, HealFailed, Shrink
 from nbdist.wire.messages.output import Notice
 from nbdist.wire.messages.rank_processes import Ready
 
 _NO_STORE = "the rendezvous store of this session has ended, so groups can't be rebuilt: `%distributed restart`"
-
-
-class Hosts(Places, Protocol):
-    """What the set of ranks does for this module."""
-
-    up: bool
-    ending: bool
-    ranks: dict[int, Rank]
-    where: Placement
-    backend: str
-
-    def dead(self) -> list[int]:
-        """Return the ranks that have died."""
-
-    def open(self, node: int) -> None:
-        """Make ready for ranks on a machine that has just come."""
-
-    def begin(self, message: Execute) -> None:
-        """Run something on ranks."""
 
 
 class Invitations(Protocol):
@@ -76,34 +55,25 @@ class Newcomers:
     """Those who come.
 
     Args:
-        hosts: The set of ranks.
+        membership: Who the ranks are.
         nodes: Asks for other machines.
-        tell: Gives the notebook a message.
         patience: Seconds without progress after which a replacement fails.
-
-    Attributes:
-        history: What has run on the ranks so far.
     """
 
-    def __init__(self, hosts: Hosts, nodes: Invitations, tell: Callable[[Message], None], patience: float) -> None:
-        self.history = CellHistory()
-        self._hosts = hosts
+    def __init__(self, membership: Membership, nodes: Invitations, patience: float) -> None:
+        self._membership = membership
+        self._roster = membership.roster
+        self._tell = membership.outbox.to_notebook
         self._nodes = nodes
-        self._tell = tell
         self._patience = patience
         self._store_lost = False
-        self._healing: Healing | None = None
+        self._replacement: Replacement | None = None
         self._waiting: Heal | Grow | None = None  # for machines
-        self._held: dict[int, Execute] = {}  # cells that begin when it is over
 
     @property
     def waiting(self) -> bool:
         """Whether a replacement waits for machines."""
         return self._waiting is not None
-
-    def get(self, rank: int) -> Rank | None:
-        """Return the newcomer that has not taken this rank's place yet, if there is one."""
-        return self._healing.newcomers.get(rank) if self._healing is not None else None
 
     # --- requests
 
@@ -135,7 +105,7 @@ class Newcomers:
         if isinstance(self._waiting, Grow):
             self._nodes.call_again()
         if isinstance(self._waiting, Heal) and (ranks := self._without_machine(self._waiting)):
-            where = self._hosts.where
+            where = self._roster.where
             lost = {where.node_of(rank) for rank in ranks}
             self._nodes.recall({node: where.shares[node].count for node in lost})
 
@@ -150,7 +120,7 @@ class Newcomers:
             self._tell(HealFailed(why))
             return
         for node in self._nodes.came:
-            self._hosts.open(node)
+            self._membership.open(node)
         self._add(self._nodes.came, message, now)
 
     def _stop_waiting(self) -> None:
@@ -161,24 +131,24 @@ class Newcomers:
             self._nodes.uninvite()
 
     def _alive(self, message: Heal) -> list[int]:
-        return [rank for rank in message.ranks if not self._hosts.ranks[rank].dead]
+        return [rank for rank in message.ranks if not self._roster.ranks[rank].dead]
 
     def _without_machine(self, message: Heal) -> list[int]:
-        return [rank for rank in message.ranks if not self._hosts.where.has_node(rank)]
+        return [rank for rank in message.ranks if not self._roster.where.has_node(rank)]
 
     def shrink(self, message: Shrink, now: float) -> None:
         """Go on without some ranks, and without those that have died."""
-        leaving = {*message.ranks, *self._hosts.dead()}
-        staying = sorted(self._hosts.ranks.keys() - leaving)
+        leaving = {*message.ranks, *self._roster.dead()}
+        staying = sorted(self._roster.ranks.keys() - leaving)
         if why := self._hindrance() or ("" if staying else "no rank would be left"):
             self._tell(HealFailed(why))
             return
-        alive = sorted(rank for rank in message.ranks if not self._hosts.ranks[rank].dead)
+        alive = sorted(rank for rank in message.ranks if not self._roster.ranks[rank].dead)
         self._begin(MembershipChange([], alive, {rank: number for number, rank in enumerate(staying)}), now)
 
     def grow(self, message: Grow, now: float) -> None:
         """Add ranks."""
-        where = self._hosts.where
+        where = self._roster.where
         nodes = [] if message.machines else message.nodes or where.working()
         if why := self._hindrance() or self._cannot_grow(nodes, message.count):
             self._tell(HealFailed(why))
@@ -189,21 +159,21 @@ class Newcomers:
             self._add(nodes, message, now)
 
     def _add(self, nodes: Sequence[int], message: Grow, now: float) -> None:
-        where = self._hosts.where
+        where = self._roster.where
         newcomers = where.expect(dict.fromkeys(nodes, message.count), message.gpus)
-        staying = {rank: where.numbers[rank] for rank in sorted(self._hosts.ranks)}
+        staying = {rank: where.numbers[rank] for rank in sorted(self._roster.ranks)}
         coming = {rank: where.numbers[rank] for rank in newcomers}
         self._begin(MembershipChange(newcomers, [], staying, coming), now)
 
     def _begin(self, change: MembershipChange, now: float) -> None:
-        self._healing = Healing(self._hosts, change, self._patience, self.history, now)
+        self._replacement = Replacement(self._membership, change, self._patience, now)
         self.tick(now)
 
     def _hindrance(self) -> str:
         """Return why nobody can come or go now; "" if they can."""
-        if self._healing is not None or self._waiting is not None:
+        if self._replacement is not None or self._waiting is not None:
             return "ranks are already being replaced, added, or removed: wait until that is done"
-        if not self._hosts.up or self._hosts.ending:
+        if not self._roster.up or self._roster.ending:
             return "the ranks are about to start or end. Try again afterwards"
         return _NO_STORE if self._store_lost else ""
 
@@ -212,7 +182,7 @@ class Newcomers:
         alive, gone = self._alive(message), self._without_machine(message)
         if alive and not message.kill:
             return f"{describe_ranks(alive)} must end before being replaced: `%distributed heal --kill` does both"
-        if not set(self._hosts.ranks) - set(message.ranks) - set(self._hosts.dead()):
+        if not set(self._roster.ranks) - set(message.ranks) - set(self._roster.dead()):
             return "no other rank is left to restore the process groups from: `%distributed restart` starts fresh ranks"
         if gone and not message.machines:
             return (
@@ -223,10 +193,10 @@ class Newcomers:
 
     def _cannot_grow(self, nodes: Sequence[int], count: int) -> str:
         """Return why so many ranks can't be added to each of these machines; "" if they can."""
-        if self._hosts.dead():
+        if self._roster.dead():
             return "some ranks have died: use `%distributed heal` or `%distributed shrink` first"
-        where = self._hosts.where
-        for node in nodes if "nccl" in self._hosts.backend else ():
+        where = self._roster.where
+        for node in nodes if "nccl" in self._roster.backend else ():
             free = where.gpus_of(node) - len(where.on_node(node))
             if node and count > free:  # those of this machine are known to the notebook
                 return (
@@ -237,93 +207,79 @@ class Newcomers:
 
     def join_groups(self, now: float) -> None:
         """Bring newcomers into their groups."""
-        if self._healing is not None:
-            self._healing.join_groups(now)
+        if self._replacement is not None:
+            self._replacement.join_groups(now)
 
     def give_up(self) -> None:
         """Stop replacing ranks, at the user's request."""
         if self._waiting is not None:
             self.fail("it was interrupted")
-        elif self._healing is not None:
-            self._healing.interrupt()
+        elif self._replacement is not None:
+            self._replacement.interrupt()
 
     # --- cells
 
     def holds(self, message: Execute) -> bool:
-        """Return whether a cell has to wait for the end of a replacement; it begins by itself then."""
-        if self._healing is None:
-            self.history.add(message)
-            return False
-        if self.lets(message.ranks):
-            return False
-        self._held[message.serial] = message
-        return True
-
-    def lets(self, ranks: Sequence[int]) -> bool:
-        """Return whether these are newcomers that are being set up, and share no group with others yet."""
-        return self._healing is not None and self._healing.lets(ranks)
-
-    def withdraw(self, serial: int) -> Execute | None:
-        """Forget a cell that waits, and return it."""
-        return self._held.pop(serial, None)
+        """Return whether a cell has to wait for the end of a replacement. It is noted if it has not to."""
+        if self._replacement is not None:
+            return not self._roster.are_apart(message.ranks)
+        self._membership.history.add(message)
+        return False
 
     # --- events
 
     @property
     def due(self) -> float | None:
         """When to call `tick` at the latest."""
-        return self._healing.due if self._healing is not None else None
+        return self._replacement.due if self._replacement is not None else None
 
     def tick(self, now: float) -> None:
         """Go on with what is under way, as far as it can."""
         if self._waiting is not None and now >= self._nodes.due_to_come:
             again = "`%distributed heal` waits again, `%distributed shrink` continues with the other ranks"
             self.fail(f"no machine joined in time. {again if isinstance(self._waiting, Heal) else 'Try again'}")
-        if self._healing is None:
+        if self._replacement is None:
             return
-        self._healing.go_on(now)
-        if self._healing.over:
-            if self._healing.undone:
+        self._replacement.go_on(now)
+        if self._replacement.over:
+            if self._replacement.undone:
                 self._nodes.let_go()
             else:
                 self._nodes.keep()
-            self._healing = None
-            held, self._held = self._held, {}
-            for message in held.values():
-                self._hosts.begin(message)
+            self._replacement = None
 
     def ready(self, rank: Rank, message: Ready, now: float) -> bool:
         """Note that a newcomer is up, or why it is not. False if this rank is none."""
-        if self._healing is None or self.get(rank.rank) is not rank:
+        if self._replacement is None or self._roster.newcomers.get(rank.rank) is not rank:
             return False
-        self._healing.ready(rank, message, now)
+        self._replacement.ready(rank, message, now)
         return True
 
     def get_on(self, now: float) -> None:
         """Note that what newcomers are forked from makes progress."""
-        if self._healing is not None:
-            self._healing.get_on(now)
+        if self._replacement is not None:
+            self._replacement.get_on(now)
 
     def in_order(self, rank: int, report: InOrder) -> bool:
         """Note that a newcomer has adopted its groups. False if this is not about that."""
-        return self._healing is not None and self._healing.in_order(rank, report)
+        return self._replacement is not None and self._replacement.in_order(rank, report)
 
     def cause(self, rank: int) -> str:
         """Return why a rank has ended, if that was our doing."""
-        return self._healing.cause(rank) if self._healing is not None else ""
+        return self._replacement.cause(rank) if self._replacement is not None else ""
 
     def ended(self, rank: int, how: str) -> None:
         """Note the end of a rank."""
-        if self._healing is not None:
-            self._healing.ended(rank, how)
+        if self._replacement is not None:
+            self._replacement.ended(rank, how)
 
     def fail(self, why: str) -> None:
         """Give up what is under way, if anything is."""
         if self._waiting is not None:
             self._stop_waiting()
             self._tell(HealFailed(why))
-        if self._healing is not None:
-            self._healing.fail(why)
+        if self._replacement is not None:
+            self._replacement.fail(why)
 
     def lose_store(self, pid: int, what: str) -> None:
         """Note that the rendezvous store has ended, and report it."""

@@ -59,6 +59,10 @@ class RankSets:
         self._begin_set = begin_set
         self._clear_log = clear_log
 
+    def choose(self, choices: Choices) -> None:
+        """Note what the notebook has chosen for the present set."""
+        self.choices = choices
+
     def first_serial(self) -> int:
         """Return where a client's count of cells may begin."""
         return next(self._serials) * SERIALS
@@ -152,7 +156,7 @@ class RankSets:
 
     def check_gone(self) -> None:
         """Note that processes have ended: of the last one of a set, the next may follow."""
-        if self.members is None or not self.members.all_gone:
+        if self.members is None or not self.members.roster.all_gone:
             return
         self.members = None
         self._router.forget(b"rank")

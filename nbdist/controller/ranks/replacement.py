@@ -8,22 +8,19 @@ Goes on as far as it can at each call of `go_on`. Handles messages, not sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from nbdist.base.ranks import describe_ranks, format_ranks
-from nbdist.controller.base.inquiries import AskRanks
 from nbdist.controller.base.rank_order import Rank
-from nbdist.controller.cells.cell_history import CellHistory
 from nbdist.controller.cells.recovery import Recovery
-from nbdist.wire.base.message import Message
+from nbdist.controller.ranks.membership import Membership
 from nbdist.wire.lanes import RANK_CELL
 from nbdist.wire.messages.cells import InOrder
 from nbdist.wire.messages.healing import Adopt, GroupRecipe, Healed, HealFailed, Replaced
-from nbdist.wire.messages.life import RankInfo
 from nbdist.wire.messages.rank_processes import Ready
 from nbdist.wire.questions.question import NoAnswer
 from nbdist.wire.questions.stopping import GetState, RankState
@@ -59,102 +56,43 @@ class MembershipChange:
         return len(self.numbers or ()) + len(self.newcomers)
 
 
-class Places(Protocol):
-    """What the set of ranks does for this module."""
-
-    incarnation: int
-
-    def to_rank(self, lane: str, rank: int, message: Message) -> None:
-        """Send to the newest process of a rank."""
-
-    def to_notebook(self, message: Message) -> None:
-        """Send to the notebook."""
-
-    def respawn(self, rank: Rank) -> None:
-        """Have a newcomer forked."""
-
-    def end_rank(self, rank: int) -> None:
-        """End the process of a rank by force."""
-
-    def dismiss(self, ranks: Sequence[int]) -> None:
-        """Forget ranks that were to be more, and could not be."""
-
-    def resize(self, numbers: Mapping[int, int], group: str) -> None:
-        """Give the ranks that stay their numbers, and another default group of this name."""
-
-    def idle(self) -> list[int]:
-        """Return the living ranks that run nothing."""
-
-    def busy(self) -> set[int]:
-        """Return the living ranks that run something."""
-
-    def newcomer(self, rank: int) -> Rank:
-        """Return the state of a new process of a dead rank, or of one that is added."""
-
-    def settle(self, newcomers: Sequence[Rank]) -> list[RankInfo]:
-        """Have newcomers take their places; if they are more ranks, all have their new numbers then."""
-
-    def ask(self) -> AskRanks:
-        """Return what asks control threads."""
-
-    def admit(self, newcomers: Sequence[int], over: Callable[[Recovery], None], now: float) -> None:
-        """Bring newcomers into the groups."""
-
-    def quiet(self) -> bool:
-        """Return whether nothing runs, and nothing is being repaired."""
-
-
-class Healing:
+class Replacement:
     """One replacement of ranks, or other change of who they are.
 
     Args:
-        places: The set of ranks.
+        membership: Carries out each step.
         change: Who comes, and who goes.
         patience: Seconds without progress after which it fails.
-        history: What has run on the ranks so far.
         now: The time.
 
     Attributes:
-        newcomers: New processes that have not taken their places yet, by rank.
         over: Whether it is at its end.
         due: When to call `go_on` at the latest; None while the notebook sets the newcomers up.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        change: MembershipChange,
-        patience: float,
-        history: CellHistory,
-        now: float,
-    ) -> None:
-        self._places = places
+    def __init__(self, membership: Membership, change: MembershipChange, patience: float, now: float) -> None:
+        self._membership = membership
+        self._roster, self._outbox, self._cells = membership.roster, membership.outbox, membership.cells
         self._change = change
         self._ranks = list(change.newcomers)
         self._alive = set(change.ended)
         self._group = ""  # the name of another default group
         self._resized = False  # whether the living have heard of it
         self._patience = patience
-        self._history = history
         self._phase: _Phase = "end"
         self._states: dict[int, RankState] = {}  # where the living are
         self._asked: set[int] = set()
         self._adopting: set[int] = set()
         self._forked: set[int] = set()  # newcomers whose end is not known
         self._failure = ""
-        self.newcomers: dict[int, Rank] = {}
         self.over = False
         self.due: float | None = now + min(patience, _FREED_LIMIT)
         for rank in change.ended:
-            places.end_rank(rank)
+            membership.end_rank(rank)
 
     def cause(self, rank: int) -> str:
         """Return why a rank has ended, if that was our doing."""
         return KILLED if rank in self._alive else ""
-
-    def lets(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks may take a cell: newcomers that are being set up."""
-        return self._phase == "set up" and set(ranks) <= set(self._ranks)
 
     # --- events
 
@@ -202,15 +140,16 @@ class Healing:
 
     def _settle(self) -> None:
         """Have the newcomers take their places, and the notebook set them up."""
-        infos = self._places.settle(list(self.newcomers.values()))
         self._forked = {self._number(rank) for rank in self._forked}
+        infos = self._membership.settle()
         self._ranks = [info.rank for info in infos]
-        self.newcomers, self._phase, self.due = {}, "set up", None
-        self._places.to_notebook(Replaced(infos, self._history.cells, dict(self._change.numbers or {})))
+        self._enter("set up", None)
+        cells = self._membership.history.cells
+        self._outbox.to_notebook(Replaced(infos, cells, dict(self._change.numbers or {})))
 
     def _number(self, rank: int) -> int:
         """Return the number by which the notebook is to know a newcomer."""
-        return self._change.coming.get(rank, rank) if rank in self.newcomers else rank
+        return self._change.coming.get(rank, rank) if rank in self._roster.newcomers else rank
 
     def _note_failure(self, rank: int, why: str) -> None:
         """Go on all the same: those that have other groups by now must have them connected, or lose them."""
@@ -231,13 +170,14 @@ class Healing:
 
     def _resize(self, numbers: Mapping[int, int], now: float) -> None:
         """Have those that stay be as many as there are to be. From here on there is no way back."""
-        self._phase, self.due, self._resized = "resize", now + _ANSWER_LIMIT, True
+        self._enter("resize", now + _ANSWER_LIMIT)
+        self._resized = True
         self._adopting = set(numbers.values())
-        self._places.resize(numbers, self._group)
+        self._membership.resize(numbers, self._group)
 
     def _join(self, now: float) -> None:
-        self._phase, self.due = "join", now + _ANSWER_LIMIT
-        self._places.admit(self._ranks, self._admitted, now)
+        self._enter("join", now + _ANSWER_LIMIT)
+        self._cells.admit(self._ranks, self._admitted, now)
 
     @property
     def undone(self) -> bool:
@@ -250,25 +190,28 @@ class Healing:
             return
         if now >= self.due:
             self._be_late()
-        elif self._phase == "end" and not self._alive and self._places.quiet():
+        elif self._phase == "end" and not self._alive and self._cells.quiet:
             self._fork(now)
-        if self._phase == "start" and all(rank.ready for rank in self.newcomers.values()):
+        if self._phase == "start" and all(rank.ready for rank in self._roster.newcomers.values()):
             self._ask(now)
 
     # --- steps
 
+    def _enter(self, phase: _Phase, due: float | None) -> None:
+        self._phase, self.due = phase, due
+        self._roster.apart = set(self._ranks) if phase == "set up" else ()
+
     def _fork(self, now: float) -> None:
-        self._phase, self.due = "start", now + self._patience
-        self.newcomers = {rank: self._places.newcomer(rank) for rank in self._ranks}
-        for rank, newcomer in self.newcomers.items():
+        self._enter("start", now + self._patience)
+        for rank in self._ranks:
             self._forked.add(rank)
-            self._places.respawn(newcomer)
+            self._membership.fork(rank)
 
     def _ask(self, now: float) -> None:
         """Ask the living which groups the newcomers take their places in."""
-        self._phase, self.due = "adopt", now + _ANSWER_LIMIT
-        self._asked = set(self._places.idle())
-        self._places.ask()(sorted(self._asked), GetState(0, recipes=True), self._answered)
+        self._enter("adopt", now + _ANSWER_LIMIT)
+        self._asked = set(self._roster.idle())
+        self._cells.ask(sorted(self._asked), GetState(0, recipes=True), self._answered)
 
     def _answered(self, rank: int, state: RankState | NoAnswer, now: float) -> None:
         self._asked.discard(rank)
@@ -304,7 +247,7 @@ class Healing:
     def _adopt(self, recipes: dict[str, GroupRecipe]) -> None:
         self._adopting = set(self._ranks)
         for rank in self._ranks:
-            self._places.to_rank(RANK_CELL, rank, Adopt(recipes))
+            self._outbox.to_rank(RANK_CELL, rank, Adopt(recipes))
 
     def _admitted(self, recovery: Recovery) -> None:
         if self._phase != "join":
@@ -317,8 +260,8 @@ class Healing:
             return
         self.over = True
         if self._change.numbers is not None:
-            self._history.include(self._ranks, self._change.numbers.values())
-        self._places.to_notebook(Healed(recovery.generation, len(recovery.renewed), recovery.notes))
+            self._membership.history.include(self._ranks, self._change.numbers.values())
+        self._outbox.to_notebook(Healed(recovery.generation, len(recovery.renewed), recovery.notes))
 
     # --- failure
 
@@ -328,7 +271,7 @@ class Healing:
         elif self._phase == "end":
             self.fail(self._describe_busy())
         elif self._phase == "start":
-            missing = [self._number(number) for number, rank in self.newcomers.items() if not rank.ready]
+            missing = [self._number(number) for number, rank in self._roster.newcomers.items() if not rank.ready]
             self.fail(f"{describe_ranks(missing)} did not come up within {self._patience:g} s. {_AGAIN}")
         else:
             who = self._asked or self._adopting
@@ -336,7 +279,7 @@ class Healing:
             self.fail(f"{silent} did not answer for {_ANSWER_LIMIT:g} s. `%distributed stacks` shows where ranks are")
 
     def _describe_busy(self) -> str:
-        busy = sorted(self._places.busy() - set(self._ranks))
+        busy = sorted(self._roster.busy() - set(self._ranks))
         if not busy:
             return f"the other ranks are still being restored. {_AGAIN}"
         all_of_them = format_ranks(sorted({*busy, *self._ranks}))
@@ -355,14 +298,16 @@ class Healing:
         """Give up, and end the newcomers."""
         if self.over or self._phase == "give up":
             return
-        self._phase, self._failure, self.due = "give up", why, time.monotonic() + _END_LIMIT
+        self._enter("give up", time.monotonic() + _END_LIMIT)
+        self._failure = why
         for rank in self._forked:
-            self._places.end_rank(rank)
+            self._membership.end_rank(rank)
         if not self._forked:
             self._end()
 
     def _end(self) -> None:
         self.over = True
+        self._roster.newcomers = {}
         if self._change.numbers is not None and not self._resized:
-            self._places.dismiss(self._ranks)
-        self._places.to_notebook(HealFailed(self._failure))
+            self._membership.dismiss(self._ranks)
+        self._outbox.to_notebook(HealFailed(self._failure))

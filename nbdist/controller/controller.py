@@ -30,7 +30,7 @@ from nbdist.controller.clients.visitors import Visitors, status_of
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable
 from nbdist.controller.ranks.members import Members
 from nbdist.controller.ranks.rank_sets import RankSets
-from nbdist.wire.base.message import VERSION, Hello, Message
+from nbdist.wire.base.message import VERSION, Handlers, Hello, Message
 from nbdist.wire.bundle import unbundled
 from nbdist.wire.frames import sequence_of
 from nbdist.wire.lanes import (
@@ -48,7 +48,6 @@ from nbdist.wire.lanes import (
     parse_lane,
     whole,
 )
-from nbdist.wire.message_handlers import Handlers
 from nbdist.wire.messages.cells import Execute
 from nbdist.wire.messages.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.messages.life import Broken, Shutdown, Start, Stop

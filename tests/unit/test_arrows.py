@@ -75,7 +75,7 @@ ALLOWED = {
     "agent.forks": "wire.messages wire.processes worker worker.cell",
     "agent": "agent.forks devices metrics.node wire wire.base wire.messages wire.processes wire.questions",
     "controller.base": "wire wire.base wire.messages wire.questions",
-    "controller.nodes": "controller.base wire wire.base wire.messages wire.processes",
+    "controller.nodes": "controller.base wire wire.base wire.messages wire.processes wire.questions",
     "controller.cells": "controller.base controller.nodes wire wire.base wire.messages wire.questions",
     "controller.ranks": "controller.base controller.cells controller.nodes wire wire.base wire.messages wire.questions",
     "controller.clients": "controller.base controller.ranks wire wire.base wire.messages wire.processes wire.questions",

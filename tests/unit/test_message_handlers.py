@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.wire.message_handlers import Handlers
+from nbdist.wire.base.message import Handlers
 
 
 class Opened:

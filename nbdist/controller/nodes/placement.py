@@ -17,9 +17,12 @@ import msgspec
 from nbdist.base.ranks import RankNames
 from nbdist.controller.base.rank_order import Rank
 from nbdist.controller.nodes.node_table import KnownNode, NoEntrance
+from nbdist.wire.messages.cells import Reply
 from nbdist.wire.messages.healing import Post
 from nbdist.wire.messages.life import Place, RankInfo, StartOptions
 from nbdist.wire.processes.nodes import NodesWanted
+from nbdist.wire.questions.knowing import KnownFailure
+from nbdist.wire.questions.questions import Answer
 
 
 def shared_out(
@@ -154,9 +157,21 @@ class Placement:
         """Return how far the clock of a node is ahead of ours, in seconds."""
         return self._nodes[node].offset if node in self._nodes else 0.0
 
-    def offset(self, rank: int) -> float:
-        """Return the same of the node that a rank is on."""
-        return self.offset_of(self._seats[rank].node)
+    def answer_on_our_clock(self, answer: Answer) -> Answer:
+        """Return the answer of a rank with the time of the failure that it reports, if it does, on our clock."""
+        offset = self.offset_of(self._seats[answer.rank].node)
+        if not isinstance(answer.body, KnownFailure) or not offset:
+            return answer
+        body = msgspec.structs.replace(answer.body, when=answer.body.when - offset)
+        return msgspec.structs.replace(answer, body=body)
+
+    def reply_on_our_clock(self, reply: Reply) -> Reply:
+        """Return the reply of a rank with its failure's time on our clock: what failed first is first on all nodes."""
+        offset = self.offset_of(self._seats[reply.rank].node)
+        if reply.failure is None or not offset:
+            return reply
+        failure = msgspec.structs.replace(reply.failure, when=reply.failure.when - offset)
+        return msgspec.structs.replace(reply, failure=failure)
 
     def has_node(self, rank: int) -> bool:
         """Return whether a rank's node has not been lost."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from nbdist.base.processes import describe_exit
-from nbdist.controller.base.clocks import answer_on_our_clock, reply_on_our_clock
 from nbdist.controller.base.message_router import MessageRouter
 from nbdist.controller.base.rank_order import Rank
 from nbdist.controller.cells.cell_entry import CellEntry
@@ -24,9 +23,8 @@ from nbdist.controller.ranks.bring_up import BringUp
 from nbdist.controller.ranks.membership import Membership
 from nbdist.controller.ranks.messenger import Messenger
 from nbdist.controller.ranks.newcomers import Newcomers
-from nbdist.wire.base.message import Message
+from nbdist.wire.base.message import Handlers, Message
 from nbdist.wire.lanes import AGENT_TRANSFERS, RANK_CELL, RANK_CONTROL
-from nbdist.wire.message_handlers import Handlers
 from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, JoinGroups, Shrink
 from nbdist.wire.messages.life import Died, Obstacle, Progress, Started, StartFailed, StartOptions
@@ -359,7 +357,7 @@ class Members:
 
     def _replied(self, message: Reply, rank: Rank) -> None:
         if message.serial == rank.serial:
-            rank.answer(reply_on_our_clock(message, self.roster.where.offset(rank.rank)))
+            rank.answer(self.roster.where.reply_on_our_clock(message))
 
     def _prompted(self, message: Prompt, rank: Rank) -> None:
         self.cells.asked(message, rank.serial)
@@ -369,7 +367,7 @@ class Members:
         if message.asker == "controller":
             self.cells.answered(message, time.monotonic())
         else:
-            self.outbox.to_notebook(answer_on_our_clock(message, self.roster.where.offset(rank.rank)))
+            self.outbox.to_notebook(self.roster.where.answer_on_our_clock(message))
 
     def _in_order(self, message: InOrder, rank: Rank) -> None:
         if not self.newcomers.in_order(rank.rank, message):

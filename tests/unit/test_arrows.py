@@ -103,7 +103,7 @@ ALLOWED = {
     "panel": "client.costs client.session metrics.allocation metrics.node shells visits wire.pages",
     "lab": "client.base client.output client.ranks client.reports client.requests client.session devices "
     "metrics.node panel shells wire.pages",
-    "client.magic_lines": "client.costs client.reports client.start metrics.allocation plan planning",
+    "client.magic_lines": "client.costs client.reports client.start cluster.engines metrics.allocation plan planning",
     "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
     "client.reports client.requests client.session client.start cuda_guard lab metrics.allocation metrics.node panel "
     "plan planning shells train.estimate wire.pages wire.questions",

@@ -12,6 +12,7 @@ from nbdist.base import network
 from nbdist.client.start.start_settings import START_SETTINGS, StartSettings
 from nbdist.cluster.cluster_profiles import profile, profiles_file
 from nbdist.cluster.engines.engine import Layout, load, options_of
+from nbdist.cluster.engines.own_engines import OWN_ENGINES
 from nbdist.errors import UsageError
 
 _PROFILED = {setting.profile: name for name, setting in START_SETTINGS.items() if setting.profile}
@@ -27,12 +28,14 @@ class Cluster:
 
     Attributes:
         engine: Its name.
+        title: What it calls itself.
         options: Its own, as JSON.
         layout: Which nodes.
         session: Settings of the session that the profile sets, by name.
     """
 
     engine: str
+    title: str
     options: str
     layout: Layout
     session: Mapping[str, Any]
@@ -65,7 +68,8 @@ def cluster_of(on: str | Mapping[str, Any], nodes: int | None) -> Cluster:
             )
         given["nodes"] = nodes
     options = options_of(engine, engine_name, given, where)
-    return Cluster(engine_name, msgspec.json.encode(options).decode(), engine.check(options), session)
+    title = OWN_ENGINES[engine_name].title if engine_name in OWN_ENGINES else engine_name
+    return Cluster(engine_name, title, msgspec.json.encode(options).decode(), engine.check(options), session)
 
 
 def _session_settings(given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def _started(given: StartSettings, on: str | Mapping[str, Any]) -> tuple[StartSe
         patience=layout.patience,
         shares=[layout.here, *layout.ranks],
         engine=cluster.engine,
+        engine_title=cluster.title,
         engine_options=cluster.options,
         listen=layout.listen,
     )

@@ -1,7 +1,6 @@
 """What starts `nbdist join` on other machines: an engine, loaded by its name.
 
-nbdist's own are `ssh`, `slurm`, `ray` and `kubernetes`. The entry point group `nbdist.clusters` has the classes of
-others.
+`own_engines` has those that come with nbdist. The entry point group `nbdist.clusters` has the classes of others.
 """
 
 from __future__ import annotations
@@ -15,16 +14,11 @@ from typing import Any, Protocol
 import msgspec
 
 from nbdist.base.text import did_you_mean
+from nbdist.cluster.engines.own_engines import OWN_ENGINES
 from nbdist.errors import UsageError
 from nbdist.wire.processes.starter_lines import Invitation, Report
 
 GROUP = "nbdist.clusters"
-_OWN = {
-    "ssh": "nbdist.cluster.engines.ssh:Ssh",
-    "slurm": "nbdist.cluster.engines.slurm:Slurm",
-    "ray": "nbdist.cluster.engines.ray:Ray",
-    "kubernetes": "nbdist.cluster.engines.kubernetes:Kubernetes",
-}
 JOIN_LIMIT = 120.0  # seconds; Python and nbdist may lie on a slow file system
 
 
@@ -87,12 +81,12 @@ def load(name: str) -> type[Engine]:
         UsageError: There is none; the text lists those that exist.
     """
     others = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    if name in _OWN:
-        module, _, attribute = _OWN[name].partition(":")
+    if name in OWN_ENGINES:
+        module, _, attribute = OWN_ENGINES[name].target.partition(":")
         engine: type[Engine] = getattr(importlib.import_module(module), attribute)
         return engine
     if name not in others:
-        known = sorted({*_OWN, *others})
+        known = sorted({*OWN_ENGINES, *others})
         raise UsageError(
             f"unknown cluster engine {name!r}{did_you_mean(name, known)} Available engines: {', '.join(known)}"
         )

@@ -39,7 +39,6 @@ from nbdist.wire.processes.nodes import (
 from nbdist.wire.processes.starter_lines import Invitation, Seat, StarterFailed, StarterProgress, StarterSetup
 
 _FIRST_PINGS = 8
-_ENGINES = {"slurm": "Slurm", "ray": "Ray", "kubernetes": "Kubernetes"}  # as they call themselves
 
 
 class NoEntrance(Exception):
@@ -200,8 +199,7 @@ class NodeTable:
 
     def _waits_for(self, what: str) -> Progress:
         assert self._wanted is not None
-        engine = _ENGINES.get(self._wanted.engine, self._wanted.engine)
-        return Progress("nodes", f"waiting for {engine} to start {what} (Ctrl-C cancels)")
+        return Progress("nodes", f"waiting for {self._wanted.engine_title} to start {what} (Ctrl-C cancels)")
 
     def recall(self, counts: Mapping[int, int]) -> None:
         """Have other machines come in place of lost nodes.

@@ -27,9 +27,10 @@ class NodesWanted(msgspec.Struct, frozen=True):
     count: of nodes, this one too. ranks: on each; None: one for each GPU. address, port: where this node listens for
     the others (0: at any port). interface: the network between them; "": the one that leads to `address`.
     patience: seconds that a node may take to come after another has. shares: of each node, this one first, its number
-    of ranks if it is not `ranks` (0: no ranks). engine: what starts the others; "": the user does. engine_options: its
-    options, as JSON. token_file: where the notebook writes their tokens; "": it prints them. timeout: seconds without a
-    sign of life until a node is given up. listen: where this node listens for the others; "": at `address`.
+    of ranks if it is not `ranks` (0: no ranks). engine: what starts the others; "": the user does. engine_title: what
+    that calls itself. engine_options: its options, as JSON. token_file: where the notebook writes their tokens; "": it
+    prints them. timeout: seconds without a sign of life until a node is given up. listen: where this node listens for
+    the others; "": at `address`.
     """
 
     count: Count
@@ -40,6 +41,7 @@ class NodesWanted(msgspec.Struct, frozen=True):
     patience: Seconds = 600.0
     shares: list[int | None] = []
     engine: str = ""
+    engine_title: str = ""
     engine_options: str = ""
     token_file: str = ""
     timeout: Seconds = limits.NODE_TIMEOUT

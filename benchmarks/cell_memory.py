@@ -15,13 +15,13 @@ def main() -> None:
     import torch
 
     from nbdist.client.ranks import observers
-    from nbdist.client.ranks.task import Task
+    from nbdist.client.ranks.task_record import TaskRecord
     from nbdist.client.session.session import Session
     from nbdist.metrics.memory import MemoryMeter
     from nbdist.wire.messages.cells import Metered
 
     class Metering(observers.Observer):
-        def cell_began(self, task: Task) -> None:
+        def cell_began(self, task: TaskRecord) -> None:
             task.metered = Metered(memory=True)
 
     def metered() -> float:

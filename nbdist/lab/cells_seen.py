@@ -12,7 +12,7 @@ from typing import Protocol
 from nbdist import shells
 from nbdist.client.output.page import OwnBars
 from nbdist.client.ranks.observers import Observer
-from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.errors import RankFailure, UsageError
 
 _CELLS = 1000  # that are kept
@@ -101,7 +101,7 @@ class CellsSeen(Observer):
             if name == seen.id and (reader := self._readers.get(page)) and (own := _own(bars, lines, rank)):
                 reader.bars(name, rank, own, False)
 
-    def cell_began(self, task: Task) -> None:
+    def cell_began(self, task: TaskRecord) -> None:
         """Note where it runs. A cell of the kernel may run code on ranks several times."""
         if task.kind not in ("cell", "call") or not task.number:
             return
@@ -113,7 +113,7 @@ class CellsSeen(Observer):
         self._forget_oldest()
         self._tell(seen)
 
-    def cell_ended(self, task: Task) -> None:
+    def cell_ended(self, task: TaskRecord) -> None:
         """Note what failed."""
         seen = self._cells.get(task.number)
         if seen is None:

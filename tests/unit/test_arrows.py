@@ -10,7 +10,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -182,6 +182,26 @@ def test_what_all_share_imports_nothing_else() -> None:
 def test_what_is_allowed_has_no_circle() -> None:
     graph = {room: set(others.split()) for room, others in ALLOWED.items()}
     assert set(TopologicalSorter(graph).static_order()) == set(ALLOWED)
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    known = modules()
+    graph = {module: set(imported(path, known)) - {module} for module, path in known.items()}
+    assert circle_in(graph) == []
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The members of a circle, from the first to itself; none if there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
 
 
 def test_lower_lines_of_the_table_import_from_higher_ones() -> None:

@@ -11,6 +11,7 @@ from nbdist.base.ranks import ONE_NODE
 from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.widget_proxies import WidgetProxies
 from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.errors import RankDied
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Failure, Reply
@@ -45,7 +46,7 @@ class SlowRanks:
 
     def pay_item(self, item: Display | WidgetMessage) -> None: ...
 
-    def put_late(self, task: Task | None, message: Message) -> None: ...
+    def put_late(self, task: TaskRecord | None, message: Message) -> None: ...
 
     def read_log(self, **question: Any) -> LogPart:
         return LogPart(0)

@@ -19,7 +19,7 @@ from nbdist.base.text import size
 from nbdist.client.costs.memory_report import HERE, CellCost
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.observers import Observer
-from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.client.session import session as sessions
 from nbdist.client.session.current import living_session
 from nbdist.errors import UsageError
@@ -52,7 +52,7 @@ class CellMemory(Observer):
         self._shell = shell
         self._cell: _Cell | None = None
         self._within: list[Any] = []  # cells that it runs
-        self._tasks: dict[Task, _Cell] = {}  # tasks that are measured, and the cells that started them
+        self._tasks: dict[TaskRecord, _Cell] = {}  # tasks that are measured, and the cells that started them
         self._growth: OrderedDict[int, int] = OrderedDict()  # how many times in a row a cell has kept memory
 
     def install(self) -> None:
@@ -107,14 +107,14 @@ class CellMemory(Observer):
             shown["text/html"] = self.last.html()
         self._shell.display_pub.publish(shown, {"nbdist": {"memory": self.last.data}})
 
-    def cell_began(self, task: Task) -> None:
+    def cell_began(self, task: TaskRecord) -> None:
         """Have the ranks measure the task if the running cell is measured."""
         if task.runs_users_code and self._cell is not None and self._cell.meter is not None:
             task.metered = msgspec.structs.replace(task.metered, memory=True)
             self._cell.begin_task()
             self._tasks[task] = self._cell
 
-    def cell_ended(self, task: Task) -> None:
+    def cell_ended(self, task: TaskRecord) -> None:
         """Add what a task cost. Called in the task's thread, which for a background task is not the cell's."""
         cell = self._tasks.pop(task, None)
         if cell is None:
@@ -199,7 +199,7 @@ class _Cell:
         return msgspec.structs.replace(ranks, seconds=own.seconds, notebook=own)
 
 
-def cost_of(task: Task) -> CellCost:
+def cost_of(task: TaskRecord) -> CellCost:
     """Return what a task cost, according to its ranks' replies."""
     usages = {rank: reply.memory for rank, reply in sorted(task.replies.items()) if reply.memory is not None}
     failures = task.failures

@@ -19,7 +19,7 @@ from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import duration, energy, flop_rate, flop_unit, flops_in, percent, table
 from nbdist.client.costs.recomputation import Recomputation
 from nbdist.client.ranks.observers import Observer, subscribe
-from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.metrics import measuring
 from nbdist.metrics.node import active_meter, step_shares
@@ -76,12 +76,12 @@ class CellSteps(Observer):
         self.on = True
         self._before()
 
-    def cell_began(self, task: Task) -> None:
+    def cell_began(self, task: TaskRecord) -> None:
         """Have ranks measure what runs the user's code. A launch has processes of its own, where nothing is shown."""
         if self.on and task.kind in ("cell", "call"):
             task.metered = msgspec.structs.replace(task.metered, steps=True)
 
-    def below(self, task: Task) -> str:
+    def below(self, task: TaskRecord) -> str:
         """Return the lines below a cell that ran on ranks; empty if it made no steps."""
         if not self.shown:
             return ""
@@ -90,7 +90,7 @@ class CellSteps(Observer):
         change = self._recomputation.compare(task)
         return "\n".join(filter(None, (figures, *_wrapped(change), self._new_trouble(samples))))
 
-    def cell_ended(self, task: Task) -> None:
+    def cell_ended(self, task: TaskRecord) -> None:
         """Keep the steps of the last cell that made some."""
         found = _steps_in(task)
         if any(sample.steps for sample in found.values()):
@@ -124,7 +124,7 @@ class CellSteps(Observer):
                 print(line)
 
 
-def _steps_in(task: Task) -> dict[int, StepSample]:
+def _steps_in(task: TaskRecord) -> dict[int, StepSample]:
     return {rank: reply.steps for rank, reply in sorted(task.replies.items()) if reply.steps is not None}
 
 

@@ -27,7 +27,7 @@ from nbdist.metrics.node.sample import RankSample, Sample, StepSample, gpu_of, n
 
 if TYPE_CHECKING:
     from nbdist.client.costs.monitor import Monitor
-    from nbdist.client.ranks.task import Task
+    from nbdist.client.ranks.task_record import TaskRecord
 
 _LOOKS = 600  # that are kept: ten minutes of one per second
 _RANKS = 30_000  # in all kept samples together, about 60 MB: for 1,024 ranks that is 29 samples
@@ -153,13 +153,13 @@ class History(Observer):
 
     # --- recording
 
-    def cell_began(self, task: Task) -> None:
+    def cell_began(self, task: TaskRecord) -> None:
         """Note that something is about to run on ranks, perhaps of a new session."""
         with self._lock:
             if self._recording:
                 self._follow()
 
-    def cell_ended(self, task: Task) -> None:
+    def cell_ended(self, task: TaskRecord) -> None:
         """Add what ran on ranks, unless it ran none of the user's code."""
         if task.runs_users_code:
             ranks = format_ranks(task.ranks)

@@ -23,7 +23,6 @@ from nbdist.base import limits
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.observers import Observer
 from nbdist.client.ranks.task import Task
-from nbdist.client.ranks.traffic import Traffic
 from nbdist.client.reports.report import describe_death
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import UsageError
@@ -188,10 +187,10 @@ class Monitor(Observer):
         elif self._own_process is not None:
             self._own_process.watch(period)
 
-    def node_looked_at(self, traffic: Traffic, look: Look) -> None:
+    def node_looked_at(self, key: str, look: Look) -> None:
         """Handle a sample of a node, of this session or another."""
         session = self._open_session()
-        if session is not None and rank_set_of(session).traffic is traffic:
+        if session is not None and rank_set_of(session).traffic.key == key:
             self._note_node(look.node)
             self._node_known.set()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from nbdist.base.text import duration, percent, size, table
-from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.errors import UsageError
 from nbdist.metrics.profile import Operation, Summary, merge
 
@@ -44,7 +44,7 @@ class CellProfile:
         self._folder = tempfile.TemporaryDirectory(prefix="nbdist-profile-")
         self.folder = self._folder.name
 
-    def conclude(self, task: Task) -> str:
+    def conclude(self, task: TaskRecord) -> str:
         """Write the trace of the ranks that have ended, and summarize it.
 
         Returns:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nbdist.base.text import percent, size
-from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.metrics.memory import MemoryUsage
 from nbdist.metrics.node.sample import StepSample
 
@@ -46,7 +46,7 @@ class Recomputation:
     def __init__(self) -> None:
         self._runs: OrderedDict[tuple[str, tuple[int, ...]], Run] = OrderedDict()
 
-    def compare(self, task: Task) -> str:
+    def compare(self, task: TaskRecord) -> str:
         """Return what changed if this run recomputes more or less of the same work than the one before; else "".
 
         Args:

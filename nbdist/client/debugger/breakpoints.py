@@ -29,7 +29,7 @@ from nbdist.client.debugger.debug_lines import Dial, dial_elsewhere, dial_here
 from nbdist.client.debugger.last_connection import LastConnection
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.rank_set import RankSet
-from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.errors import NbdistError
 from nbdist.wire.messages.life import RankInfo
 from nbdist.wire.questions.questions import ask
@@ -370,9 +370,10 @@ class RankBreakpoints(observers.Observer):
 
     # --- from observed cells, in their threads
 
-    def cell_comes(self, rank_set: RankSet, ranks: Sequence[int]) -> None:
+    def cell_comes(self, key: str, ranks: Sequence[int]) -> None:
         """Attach to the ranks, if there are breakpoints."""
-        if not self._debugger.is_started or not (self._breakpoints or self._exceptions):
+        rank_set = RankSet.instances.get(key)
+        if rank_set is None or not self._debugger.is_started or not (self._breakpoints or self._exceptions):
             return
         chosen = {_process(rank_set, info): info.rank for info in rank_set.ranks if info.rank in ranks}
         if rank_set.traffic.running(list(chosen.values())):
@@ -411,15 +412,18 @@ class RankBreakpoints(observers.Observer):
         renewed = [rank.set_all(self._breakpoints, self._exceptions) for rank in known if rank.muted]
         await asyncio.gather(*new, *renewed)
 
-    def cell_interrupted(self, task: Task, ranks: Collection[int]) -> None:
+    def cell_interrupted(self, task: TaskRecord, ranks: Collection[int]) -> None:
         """Let stopped ranks run on, so that the interrupt reaches the user's code and not the debugger."""
         going = [rank for rank in self._reachable() if rank.rank in ranks and self._runs(rank, task)]
         if going:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 self._in_loop(self._let_go(going), _LET_GO)
 
-    def ranks_left(self, rank_set: RankSet) -> None:
+    def ranks_left(self, key: str) -> None:
         """Leave the ranks to the debugger of whoever drives them next; those that are stopped run on."""
+        rank_set = RankSet.instances.get(key)
+        if rank_set is None:  # it never took any work
+            return
         with contextlib.suppress(RuntimeError):  # the kernel ends
             self._loop.call_soon_threadsafe(self._leave, rank_set)
 
@@ -428,7 +432,7 @@ class RankBreakpoints(observers.Observer):
             if self._sets.get(rank.process) is rank_set:
                 rank.leave()
 
-    def _runs(self, rank: AttachedRank, task: Task) -> bool:
+    def _runs(self, rank: AttachedRank, task: TaskRecord) -> bool:
         rank_set = self._sets.get(rank.process)
         return rank_set is not None and rank_set.traffic.running([rank.rank]).get(rank.rank) is task
 

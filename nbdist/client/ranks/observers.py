@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from nbdist.client.output.page import OwnBars
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.metrics.node.sample import Sample
 from nbdist.wire.questions.questions import Look
 
-if TYPE_CHECKING:
-    from nbdist.client.ranks.rank_set import RankSet
-    from nbdist.client.ranks.task import Task
-    from nbdist.client.ranks.traffic import Traffic
-
 
 class Observer:
-    """Override any of these methods; each does nothing here. The set of ranks may be any of this notebook's."""
+    """Override any of these methods; each does nothing here.
 
-    def cell_comes(self, rank_set: RankSet, ranks: Sequence[int]) -> None:
+    `key` names a set of ranks, which may be any of this notebook's: it is that of its traffic.
+    """
+
+    def cell_comes(self, key: str, ranks: Sequence[int]) -> None:
         """Handle that a cell or call is to run on these ranks, unless they are busy. They may be given work before."""
 
-    def cell_interrupted(self, task: Task, ranks: Collection[int]) -> None:
+    def cell_interrupted(self, task: TaskRecord, ranks: Collection[int]) -> None:
         """Handle that these ranks of a task are about to be asked to stop. In any thread."""
 
-    def cell_began(self, task: Task) -> None:
+    def cell_began(self, task: TaskRecord) -> None:
         """Handle a task that is about to be sent to its ranks, which are free for it."""
 
-    def cell_ended(self, task: Task) -> None:
+    def cell_ended(self, task: TaskRecord) -> None:
         """Handle the end of a task on every rank, or that nobody waits for it any more. In the task's own thread."""
 
     def bars_drawn(self, number: int, bars: OwnBars, lines: list[str]) -> None:
@@ -44,10 +42,10 @@ class Observer:
             lines: Those that are new.
         """
 
-    def ranks_left(self, rank_set: RankSet) -> None:
+    def ranks_left(self, key: str) -> None:
         """Handle that these ranks live on, but no longer for this notebook. In any thread."""
 
-    def node_looked_at(self, traffic: Traffic, look: Look) -> None:
+    def node_looked_at(self, key: str, look: Look) -> None:
         """Handle a sample of a node from its agent. In the listening thread."""
 
     def ranks_looked_at(self, sample: Sample) -> None:
@@ -72,22 +70,22 @@ def subscribe(observer: Observer) -> Callable[[], None]:
     return unsubscribe
 
 
-def cell_comes(rank_set: RankSet, ranks: Sequence[int]) -> None:
+def cell_comes(key: str, ranks: Sequence[int]) -> None:
     """Call all observers, like the functions below."""
-    _call(lambda observer: observer.cell_comes(rank_set, ranks))
+    _call(lambda observer: observer.cell_comes(key, ranks))
 
 
-def cell_interrupted(task: Task, ranks: Collection[int]) -> None:
+def cell_interrupted(task: TaskRecord, ranks: Collection[int]) -> None:
     """See `Observer`."""
     _call(lambda observer: observer.cell_interrupted(task, ranks))
 
 
-def cell_began(task: Task) -> None:
+def cell_began(task: TaskRecord) -> None:
     """See `Observer`."""
     _call(lambda observer: observer.cell_began(task))
 
 
-def cell_ended(task: Task) -> None:
+def cell_ended(task: TaskRecord) -> None:
     """See `Observer`."""
     _call(lambda observer: observer.cell_ended(task))
 
@@ -97,14 +95,14 @@ def bars_drawn(number: int, bars: OwnBars, lines: list[str]) -> None:
     _call(lambda observer: observer.bars_drawn(number, bars, lines))
 
 
-def ranks_left(rank_set: RankSet) -> None:
+def ranks_left(key: str) -> None:
     """See `Observer`."""
-    _call(lambda observer: observer.ranks_left(rank_set))
+    _call(lambda observer: observer.ranks_left(key))
 
 
-def node_looked_at(traffic: Traffic, look: Look) -> None:
+def node_looked_at(key: str, look: Look) -> None:
     """See `Observer`."""
-    _call(lambda observer: observer.node_looked_at(traffic, look))
+    _call(lambda observer: observer.node_looked_at(key, look))
 
 
 def ranks_looked_at(sample: Sample) -> None:

@@ -53,14 +53,14 @@ Ranks = Iterable[int] | int | str | None  # some, one, "0,2-3"; None for all
 
 @atexit.register
 def _close_all() -> None:
-    for rank_set in list(RankSet.instances):
+    for rank_set in list(RankSet.instances.values()):
         rank_set._forget()
     idle_controller.close()
 
 
 @farewell.before_end
 def _announce_end() -> None:
-    for rank_set in list(RankSet.instances):
+    for rank_set in list(RankSet.instances.values()):
         rank_set._announce_end()
 
 
@@ -81,10 +81,11 @@ class RankSet:
         linger: Seconds that the ranks outlive a crash.
         started_in: Seconds that the last start took.
         traffic: Which rank runs what; for other parts of the client.
+        instances: Those of this process that have started, by the keys of their traffic.
         talk: With the controller, about the life of the ranks.
     """
 
-    instances: ClassVar[weakref.WeakSet[RankSet]] = weakref.WeakSet()
+    instances: ClassVar[weakref.WeakValueDictionary[str, RankSet]] = weakref.WeakValueDictionary()
 
     def __init__(self, linger: float = 0.0, keep: bool = False) -> None:
         self.ranks: list[RankInfo] = []
@@ -129,7 +130,7 @@ class RankSet:
         if not self._bring_up(options, progress, nodes, again=idle):
             self._connect()
             self._bring_up(options, progress, nodes)
-        RankSet.instances.add(self)
+        RankSet.instances[self.traffic.key] = self
 
     def close(self, grace: float = 1.0) -> None:
         """Stop the ranks. Their memory is free when this returns; an idle template stays for the next start.
@@ -230,7 +231,7 @@ class RankSet:
         self.closed = False
         self.traffic.begin(attached)
         self.traffic.take_up(attached, tasks)
-        RankSet.instances.add(self)
+        RankSet.instances[self.traffic.key] = self
 
     def leave(self, seconds: float, text: str) -> None:
         """Leave the ranks to whoever attaches within some seconds; `text` is what is said of it from now on."""
@@ -243,7 +244,7 @@ class RankSet:
     def _let_others(self, text: str) -> None:
         """Have no ranks any more, although they live."""
         self.closed, self.left = True, text
-        observers.ranks_left(self)
+        observers.ranks_left(self.traffic.key)
         self.traffic.release(text)
 
     def _connect(self) -> bool:
@@ -377,7 +378,7 @@ class RankSet:
         check_seconds("grace", options.grace, optional=False)
         chosen = self.choose(ranks)
         if kind in ("cell", "call"):
-            observers.cell_comes(self, chosen)
+            observers.cell_comes(self.traffic.key, chosen)
         task = Task(self.traffic, next(self._serials), chosen, code, options, kind)
         if others := self._assign(task):
             raise self.busy(others)

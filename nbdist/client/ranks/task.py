@@ -7,7 +7,6 @@ messages; the traffic sends for it.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import queue
 import threading
 import time
@@ -15,20 +14,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist import shells
 from nbdist.base import limits
 from nbdist.base.ranks import describe_ranks
 from nbdist.client.base import interruption
 from nbdist.client.base.cell_options import CellOptions
-from nbdist.client.base.results import CellResult
 from nbdist.client.ranks import observers
-from nbdist.client.ranks.carrier import Carrier
 from nbdist.client.ranks.prompts import Prompts
 from nbdist.client.ranks.task_output import TaskOutput
+from nbdist.client.ranks.task_record import Carrier, TaskRecord
 from nbdist.client.reports import death_report, report
 from nbdist.client.reports.stack_report import line_of
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.wire.messages.cells import Interrupt, Kind, Metered, Recovered, Remark, Reply, Returned
+from nbdist.wire.messages.cells import Interrupt, Kind, Recovered, Remark, Reply, Returned
 from nbdist.wire.messages.healing import Renumbered
 from nbdist.wire.messages.life import Broken, Died
 from nbdist.wire.messages.output import Display, Notice, Output, Prompt, WidgetMessage
@@ -48,8 +45,8 @@ class PastOutput:
     text: str = ""
 
 
-class Task:
-    """The state of one Execute.
+class Task(TaskRecord):
+    """One Execute in progress.
 
     Args:
         traffic: Sends its messages.
@@ -60,9 +57,7 @@ class Task:
         kind: The kind of Execute. The ranks of a "launch" live only for this task, so the first failure ends it.
 
     Attributes:
-        recovered: What was repaired after it failed.
-        waits: What ranks that have not moved for seconds wait in, and for which ranks.
-        metered: What its ranks measure of it. Set by observers when the task begins.
+        error: What it failed with in the background.
     """
 
     def __init__(
@@ -74,27 +69,14 @@ class Task:
         options: CellOptions,
         kind: Kind = "cell",
     ) -> None:
-        self.serial = serial
-        self.number = options.number or shells.cell_number()
-        self.ranks = ranks
-        self.result = CellResult(ranks, serial)
-        self.replies: dict[int, Reply] = {}
-        self.failures: dict[int, RankFailure] = {}
-        self.started = time.monotonic()
-        self.context = contextvars.copy_context()
+        super().__init__(serial, ranks, code, options, kind)
         self.error: BaseException | None = None
         self._traffic = traffic
-        self.code = code
-        self.kind = kind
         self._options = options
         self._launch = kind == "launch"
-        self.recovered: Recovered | None = None
-        self.waits: dict[int, str] = {}
-        self.metered = Metered()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unread: list[Any] = []
         self._prompts = Prompts(traffic.send)
-        self._left = set(ranks)
         self._halted: set[int] = set()  # ranks that a debugger has stopped
         self._lock = threading.Lock()
         self._closed = False  # what comes from now on is late
@@ -102,7 +84,6 @@ class Task:
         self._interrupts = 0
         self._explain_at: float | None = None
         self._give_up_at: float | None = None
-        self._broken: str | None = None
 
     # --- from the listening thread
 
@@ -136,7 +117,7 @@ class Task:
         try:
             with interruption.events(self._events.put):
                 looked = self.started
-                while self._left and self._broken is None:
+                while self.left and self.broken is None:
                     looked, before = time.monotonic(), looked
                     now = looked
                     if deadline is not None and self._halted:
@@ -151,7 +132,7 @@ class Task:
                     self._take(self._patience(deadline if not timed_out else None))
                     if self._prompts.due(now) == 0.0:
                         deadline = self._ask_user(deadline)
-                if self._left and self._broken is None:
+                if self.left and self.broken is None:
                     self._note_running()
                 if self.recovered is not None and self.recovered.text and not self.failures:
                     self.say(self.recovered.text)
@@ -160,26 +141,6 @@ class Task:
             self.close()
             observers.cell_ended(self)
         self._conclude(timeout if timed_out else None)
-
-    @property
-    def runs_users_code(self) -> bool:
-        """Whether it runs the user's code: a cell, or a function."""
-        return self.kind in ("cell", "call", "launch")
-
-    @property
-    def status(self) -> str:
-        """Its state: "ok", "error", "died", "interrupted", "running" as long as a rank still runs it, "lost"."""
-        kinds = {failure.kind for failure in self.failures.values()}
-        if self._broken is not None:
-            return "lost"
-        if kinds & {"died", "raised"}:
-            return "died" if "died" in kinds else "error"
-        return "running" if self._left else "interrupted" if kinds else "ok"
-
-    @property
-    def bereaved(self) -> bool:
-        """Whether one of its ranks has died, so that the others have been stopped."""
-        return any(failure.kind == "died" for failure in self.failures.values())
 
     def halt(self, rank: int, *, stopped: bool) -> None:
         """Note that a debugger has stopped a rank, or let it go on; `timeout` rests meanwhile. From any thread."""
@@ -195,7 +156,7 @@ class Task:
             ranks: Which of them; None for all.
             now: Don't wait for the end of a step, or for a rank to leave a collective by itself.
         """
-        chosen = self._left if ranks is None else self._left & set(ranks)
+        chosen = self.left if ranks is None else self.left & set(ranks)
         patience = limits.LAUNCH_PATIENCE if self._launch else None
         observers.cell_interrupted(self, chosen)
         self._traffic.send(Interrupt(self.serial, sorted(chosen), now, patience))
@@ -213,11 +174,6 @@ class Task:
     def interrupted(self) -> bool:
         """Whether the user has asked it to stop."""
         return self._interrupts > 0
-
-    def describe(self) -> str:
-        """Describe what this is and how long it has run."""
-        what = self.code if self._launch else f"cell {self.number}"
-        return f"{what} ({time.monotonic() - self.started:.0f} s)"
 
     def _patience(self, deadline: float | None) -> float:
         now = time.monotonic()
@@ -276,7 +232,7 @@ class Task:
         elif isinstance(event, Renumbered):
             self._output.renumber(event.numbers)
         elif isinstance(event, Broken):
-            self._broken = event.text
+            self.broken = event.text
         elif event is KeyboardInterrupt:
             self._interrupted(now)
 
@@ -290,7 +246,7 @@ class Task:
         return None if deadline is None else deadline + time.monotonic() - began
 
     def _end_rank(self, rank: int, failure: RankFailure | None, now: float) -> None:
-        self._left.discard(rank)
+        self.left.discard(rank)
         if self._output.screen is not None:
             self._output.screen.end_rank(rank, now)
         if failure is None:
@@ -298,7 +254,7 @@ class Task:
         self.failures[rank] = self.result[rank].error = failure
         if self._launch and failure.kind == "raised" and self._give_up_at is None:
             self._give_up_at = now + limits.LAUNCH_GRACE
-        elif self._explain_at is None and failure.kind == "raised" and self._left:
+        elif self._explain_at is None and failure.kind == "raised" and self.left:
             self._explain_at = now + self._options.grace + _EXPLAIN_AFTER
 
     # --- showing
@@ -309,21 +265,14 @@ class Task:
         return self._output.screen is None or self._output.screen.silent
 
     def say(self, text: str) -> None:
-        """Show a line of nbdist's own, among the output. In the task's thread, or once the task is over."""
+        """Show a line of nbdist's own, among the output or below it."""
         if self._closed:
             self._traffic.put_late(self, Notice(text))
         else:
             self._output.say(text)
 
     def show_late(self, message: Any, now: float) -> float | None:
-        """Show what came after the end. In the thread for late output, with this task's context.
-
-        Args:
-            message: The message; None to only check whether something is due.
-
-        Returns:
-            Seconds until it should be called again.
-        """
+        """Show what came after the end. In the thread for late output."""
         if isinstance(message, Remark):
             self.waits = message.waits
         return self._output.show_late(message, now)
@@ -386,14 +335,14 @@ class Task:
         """Report which ranks still run, where, and what the user can do."""
         self._explain_at = None
         found = self._lines()
-        if not self._left:
+        if not self.left:
             return
-        lines = [f"rank {rank} is in {found[rank]}" for rank in sorted(self._left) if found.get(rank)]
+        lines = [f"rank {rank} is in {found[rank]}" for rank in sorted(self.left) if found.get(rank)]
         where = ("; " + "; ".join(lines[:4])) if lines else ""
         names = self._traffic.places
-        who = names.describe(self._left)
+        who = names.describe(self.left)
         if self._interrupts:
-            for line in self._why_not_yet(self._left - found.keys(), where):
+            for line in self._why_not_yet(self.left - found.keys(), where):
                 self.say(line)
             return
         failed = sorted(self.failures)
@@ -406,7 +355,7 @@ class Task:
     def _why_not_yet(self, silent: set[int], where: str) -> Iterator[str]:
         """Yield what interrupted ranks are waited for, those that do not answer last: they may be out of reach."""
         names = self._traffic.places
-        if answering := self._left - silent:
+        if answering := self.left - silent:
             yield (
                 f"{names.describe(answering)} will stop when this call ends{where}; if it is a collective, nbdist ends "
                 "it in a moment, and what an `except` or `finally` does may take its time. Interrupt again to stop "
@@ -423,7 +372,7 @@ class Task:
 
     def _lines(self, limit: float = limits.STACK_ANSWER) -> dict[int, str]:
         """Return where ranks are that still run, and answer; without those that have ended while they were asked."""
-        answers = self._traffic.ask(sorted(self._left), GetStack(), timeout=limit)
+        answers = self._traffic.ask(sorted(self.left), GetStack(), timeout=limit)
         self._take(0.0)
         return {rank: line_of(answer) for rank, answer in answers.items()}
 
@@ -435,8 +384,8 @@ class Task:
 
     def _conclude(self, timed_out: float | None) -> None:
         """Return the results, or raise the error."""
-        if self._broken is not None:
-            raise SessionBroken(self._broken)
+        if self.broken is not None:
+            raise SessionBroken(self.broken)
         if not self.failures:
             self._heed_late_interrupt()
             return
@@ -483,7 +432,7 @@ class Task:
         if self._launch and self._interrupts:  # they end with the launch
             kind = "interrupted"
         lines = self._lines(limits.DEATH_ANSWER if self.bereaved else limits.STACK_ANSWER)
-        for rank in self._left:
+        for rank in self.left:
             text = f"in {lines[rank]}" if lines.get(rank) else "in a call that blocks Python"
             where = f"  {text}" if kind == "interrupted" else ""
             failure = RankFailure(rank, kind, "RankTimeout", text, where, time.monotonic())

@@ -16,7 +16,7 @@ from nbdist.client.base.results import CellResult
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.ranks import observers
-from nbdist.client.ranks.carrier import Carrier
+from nbdist.client.ranks.task_record import Carrier
 from nbdist.wire.messages.cells import Remark
 from nbdist.wire.messages.healing import Renumbered
 from nbdist.wire.messages.output import Display, Notice, Output

@@ -21,6 +21,7 @@ from nbdist.client.base.answers import gather
 from nbdist.client.base.widget_proxies import WidgetProxies
 from nbdist.client.ranks import observers, prompts
 from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.client.reports.report import describe_death
 from nbdist.client.start.connection import Connection
 from nbdist.errors import SessionBroken, SessionClosed, SessionError
@@ -48,6 +49,7 @@ _ANSWER_LIMIT = 5.0
 _LATE_LIMIT = 1.0  # seconds for the page to take the last late output
 
 _Told = TypeVar("_Told", LogPart, Status)
+_Late = tuple[TaskRecord | None, Message]  # a message, and the task after whose end it has come
 
 
 class Traffic:
@@ -88,7 +90,7 @@ class Traffic:
         self._latest: dict[int, Task] = {}
         self._untold: list[Notice] = []
         self._owed: dict[int, int] = {}
-        self._late: queue.SimpleQueue[tuple[Task | None, Message] | None] | None = None  # None: nothing more comes
+        self._late: queue.SimpleQueue[_Late | None] | None = None  # None: nothing more comes
         self._late_thread: threading.Thread | None = None
         self._waiting: list[Message] | None = None  # what came before it is known which rank runs what
         self._lock = threading.Lock()
@@ -352,7 +354,7 @@ class Traffic:
         elif isinstance(message, (Remark, Recovered)):
             self._tell_cell(message)
         elif isinstance(message, Look):
-            observers.node_looked_at(self, message)
+            observers.node_looked_at(self.key, message)
         else:
             if isinstance(message, Renumbered):
                 self._renumber(message)
@@ -420,7 +422,7 @@ class Traffic:
 
     # --- messages that arrive after their cell has ended
 
-    def put_late(self, task: Task | None, message: Message) -> None:
+    def put_late(self, task: TaskRecord | None, message: Message) -> None:
         """Have a message handled that came after the end of its cell."""
         with self._lock:
             if self._late is None:
@@ -439,9 +441,9 @@ class Traffic:
             late.put(None)
             self._late_thread.join(_LATE_LIMIT)
 
-    def _show_late(self, messages: queue.SimpleQueue[tuple[Task | None, Message] | None]) -> None:
+    def _show_late(self, messages: queue.SimpleQueue[_Late | None]) -> None:
         """Show late messages below their cells until no more come."""
-        dues: dict[Task, float] = {}  # when tasks have more to show
+        dues: dict[TaskRecord, float] = {}  # when tasks have more to show
         while True:
             now = time.monotonic()
             for task in [task for task, due in dues.items() if due <= now]:
@@ -467,7 +469,9 @@ class Traffic:
             elif isinstance(message, WidgetMessage) or (isinstance(message, Display) and late is None):
                 self.pay_item(message)
 
-    def _show_late_of(self, task: Task, message: Message | None, dues: dict[Task, float], ahead: float = 0.0) -> None:
+    def _show_late_of(
+        self, task: TaskRecord, message: Message | None, dues: dict[TaskRecord, float], ahead: float = 0.0
+    ) -> None:
         """Show a message, and what is due within `ahead` seconds."""
         now = time.monotonic() + ahead
         dues.pop(task, None)

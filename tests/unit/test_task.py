@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,8 @@ from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.widget_proxies import WidgetProxies
 from nbdist.client.ranks.task import Task
 from nbdist.client.ranks.task_record import TaskRecord
-from nbdist.errors import RankDied
+from nbdist.errors import RankDied, RankError
+from nbdist.launch.launch_errors import LaunchFailure
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Failure, Reply
 from nbdist.wire.messages.life import Died
@@ -69,3 +72,31 @@ def test_a_rank_that_ends_while_it_is_asked_where_it_is_does_not_count_as_runnin
         1: "interrupted",
         2: "running",
     }
+
+
+def test_a_failure_on_another_node_ends_it_whatever_kind_of_failure_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBDIST_REPORTS", "0")
+    ranks = SlowRanks(ending=[0, 1])
+    ranks.task = task = Task(ranks, 1, [0, 1], "train", CellOptions(), "launch")
+    task.fail(LaunchFailure(2, "raised", "ValueError", "no such file", "", 1.0))
+    with pytest.raises(RankError, match="no such file") as caught:
+        task.wait()
+    assert {rank: failure.kind for rank, failure in caught.value.failures.items()} == {
+        0: "interrupted",
+        1: "interrupted",
+        2: "raised",
+    }
+
+
+def test_it_is_freed_with_its_results_once_nobody_holds_it() -> None:
+    ranks = SlowRanks(ending=[])
+    task = Task(ranks, 1, [0], "work()", CellOptions(keep=True))
+    gone = weakref.ref(task)
+    gc.disable()
+    try:
+        task.put(Reply(1, 0, "ok"))
+        task.wait()
+        del task
+        assert gone() is None
+    finally:
+        gc.enable()

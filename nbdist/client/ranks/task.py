@@ -25,6 +25,7 @@ from nbdist.client.ranks.task_record import Carrier, TaskRecord
 from nbdist.client.reports import death_report, report
 from nbdist.client.reports.stack_report import line_of
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
+from nbdist.wire.handlers import Handlers
 from nbdist.wire.messages.cells import Interrupt, Kind, Recovered, Remark, Reply, Returned
 from nbdist.wire.messages.healing import Renumbered
 from nbdist.wire.messages.life import Broken, Died
@@ -43,6 +44,13 @@ class PastOutput:
 
     output: Output | None
     text: str = ""
+
+
+@dataclass(frozen=True)
+class _FailedElsewhere:
+    """A rank on another node has failed, in the same launch."""
+
+    failure: RankFailure
 
 
 class Task(TaskRecord):
@@ -167,7 +175,7 @@ class Task(TaskRecord):
 
     def fail(self, failure: RankFailure) -> None:
         """End these ranks because one on another node has failed. From any thread."""
-        if self.put(failure):
+        if self.put(_FailedElsewhere(failure)):
             self.interrupt(now=True)
 
     @property
@@ -198,43 +206,42 @@ class Task(TaskRecord):
         for rank, size in credits.items():
             self._traffic.pay(rank, size)
 
-    def _handle(self, event: Any, credits: dict[int, int]) -> None:
+    def _handle(self, event: object, credits: dict[int, int]) -> None:
         now = time.monotonic()
-        if isinstance(event, Output):
+        if isinstance(event, Output):  # by far the most frequent
             credits[event.rank] = credits.get(event.rank, 0) + len(event.data)
             self._output.take(event, now)
-        elif isinstance(event, Display):
-            self._output.take(event, now)
-        elif isinstance(event, PastOutput):
-            self._show_past(event, now)
-        elif isinstance(event, Reply):
-            self._end_rank(event.rank, report.from_reply(event), now)
-            self.replies[event.rank] = event
-            self.result[event.rank].result = event.result
-        elif isinstance(event, Died):
-            self._end_rank(event.rank, report.from_death(event, self._running()), now)
-            self._give_up_at = now + limits.DEATH_GRACE + self._traffic.slack
-        elif isinstance(event, RankFailure):
-            self.failures.setdefault(event.rank, event)
-            self._give_up_at = now + _ELSEWHERE_GRACE
-        elif isinstance(event, Prompt):
-            self._prompts.add(event)
-        elif isinstance(event, WidgetMessage):
-            self._traffic.pay_item(event)
-            self._traffic.widgets.relay(event)
-        elif isinstance(event, Notice):
-            self.say(event.text)
-        elif isinstance(event, Remark):
-            self.waits = event.waits
-            self._output.remark(event)
-        elif isinstance(event, Recovered):
-            self.recovered = event
-        elif isinstance(event, Renumbered):
-            self._output.renumber(event.numbers)
-        elif isinstance(event, Broken):
-            self.broken = event.text
         elif event is KeyboardInterrupt:
             self._interrupted(now)
+        else:
+            _HANDLERS(event, self, now)
+
+    def _replied(self, event: Reply, now: float) -> None:
+        self._end_rank(event.rank, report.from_reply(event), now)
+        self.replies[event.rank] = event
+        self.result[event.rank].result = event.result
+
+    def _rank_died(self, event: Died, now: float) -> None:
+        self._end_rank(event.rank, report.from_death(event, self._running()), now)
+        self._give_up_at = now + limits.DEATH_GRACE + self._traffic.slack
+
+    def _failed_elsewhere(self, event: _FailedElsewhere, now: float) -> None:
+        self.failures.setdefault(event.failure.rank, event.failure)
+        self._give_up_at = now + _ELSEWHERE_GRACE
+
+    def _relay(self, event: WidgetMessage) -> None:
+        self._traffic.pay_item(event)
+        self._traffic.widgets.relay(event)
+
+    def _remarked(self, event: Remark) -> None:
+        self.waits = event.waits
+        self._output.remark(event)
+
+    def _repaired(self, event: Recovered) -> None:
+        self.recovered = event
+
+    def _ranks_gone(self, event: Broken) -> None:
+        self.broken = event.text
 
     def _ask_user(self, deadline: float | None) -> float | None:
         """Ask for a line for a rank, below all that was shown before. Returns the deadline, which rests meanwhile."""
@@ -437,6 +444,24 @@ class Task(TaskRecord):
             where = f"  {text}" if kind == "interrupted" else ""
             failure = RankFailure(rank, kind, "RankTimeout", text, where, time.monotonic())
             self.failures[rank] = self.result[rank].error = failure
+
+
+# Its functions are given the task: bound to it, they would keep it and its results until the garbage collector comes.
+_HANDLERS = (
+    Handlers[[Task, float]]()
+    .on(Display, lambda event, task, now: task._output.take(event, now))
+    .on(PastOutput, lambda event, task, now: task._show_past(event, now))
+    .on(Reply, lambda event, task, now: task._replied(event, now))
+    .on(Died, lambda event, task, now: task._rank_died(event, now))
+    .on(_FailedElsewhere, lambda event, task, now: task._failed_elsewhere(event, now))
+    .on(Prompt, lambda event, task, now: task._prompts.add(event))
+    .on(WidgetMessage, lambda event, task, now: task._relay(event))
+    .on(Notice, lambda event, task, now: task.say(event.text))
+    .on(Remark, lambda event, task, now: task._remarked(event))
+    .on(Recovered, lambda event, task, now: task._repaired(event))
+    .on(Renumbered, lambda event, task, now: task._output.renumber(event.numbers))
+    .on(Broken, lambda event, task, now: task._ranks_gone(event))
+)
 
 
 def _kept(ranks: Collection[int]) -> str:

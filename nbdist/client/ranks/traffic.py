@@ -26,6 +26,7 @@ from nbdist.client.reports.report import describe_death
 from nbdist.client.start.connection import Connection
 from nbdist.errors import SessionBroken, SessionClosed, SessionError
 from nbdist.wire.base.message import Message
+from nbdist.wire.handlers import Handlers
 from nbdist.wire.messages.cells import Recovered, Remark, Reply
 from nbdist.wire.messages.handover import Attached, AttachRefused, Displaced
 from nbdist.wire.messages.healing import Renumbered
@@ -95,6 +96,7 @@ class Traffic:
         self._waiting: list[Message] | None = None  # what came before it is known which rank runs what
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
+        self._handlers = self._table()
 
     def attach(self, connection: Connection) -> None:
         """Send through this connection from now on."""
@@ -117,24 +119,6 @@ class Traffic:
             if info.host:
                 nodes.setdefault(info.host, []).append(info.rank)
         self.places = RankNames(nodes)
-
-    def _renumber(self, message: Renumbered) -> None:
-        """Know ranks by other numbers. Those that were given up are forgotten."""
-        numbers = message.numbers
-        with self._lock:
-            self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
-            tasks = set(self._latest.values())
-            self._latest = {numbers[rank]: task for rank, task in self._latest.items() if rank in numbers}
-            self.dead = {numbers[rank]: died for rank, died in self.dead.items() if rank in numbers}
-            self._owed = {}  # the controller has had all paid
-        self.place(message.ranks)
-        for task in tasks:  # after what ranks have sent under their earlier numbers
-            if not task.put(message):
-                self.put_late(task, message)
-        self.streams.renumber(numbers)
-        if any(before != now for before, now in numbers.items()):  # a widget knows its rank by its number
-            self.widgets.close()
-            self.widgets = WidgetProxies(self.send)
 
     def hold(self) -> None:
         """Keep what comes until `take_up`, but for messages about the session's life."""
@@ -335,30 +319,59 @@ class Traffic:
         self._on_cell(message)
 
     def _on_cell(self, message: Message) -> None:
-        if isinstance(message, (Output, Display, Prompt, WidgetMessage)):
+        if isinstance(message, Output):  # by far the most frequent
             self._route(message)
-        elif isinstance(message, Reply):
-            self._end_part(message)
-        elif isinstance(message, Died):
-            self._rank_died(message)
-        elif isinstance(message, Answer):
-            if (answers := self._answers.get(message.request)) is not None:
-                answers.put(message)
-            else:
-                self.streams.answered(message)
-        elif isinstance(message, (LogPart, Status)):
-            if (told := self._told.get(message.request)) is not None:
-                told.put(message)
-        elif isinstance(message, Notice):
-            self.notify(message)
-        elif isinstance(message, (Remark, Recovered)):
-            self._tell_cell(message)
-        elif isinstance(message, Look):
-            observers.node_looked_at(self.key, message)
-        else:
-            if isinstance(message, Renumbered):
-                self._renumber(message)
+        elif not self._handlers(message):
             self._on_life(message)
+
+    def _table(self) -> Handlers[[]]:
+        """Return what handles which message; all others are about the session's life."""
+        return (
+            Handlers[[]]()
+            .on(Output, self._route)
+            .on(Display, self._route)
+            .on(Prompt, self._route)
+            .on(WidgetMessage, self._route)
+            .on(Reply, self._end_part)
+            .on(Died, self._rank_died)
+            .on(Answer, self._rank_answered)
+            .on(LogPart, self._controller_answered)
+            .on(Status, self._controller_answered)
+            .on(Notice, self.notify)
+            .on(Remark, self._tell_cell)
+            .on(Recovered, self._tell_cell)
+            .on(Look, lambda look: observers.node_looked_at(self.key, look))
+            .on(Renumbered, self._renumber)
+        )
+
+    def _rank_answered(self, message: Answer) -> None:
+        if (answers := self._answers.get(message.request)) is not None:
+            answers.put(message)
+        else:
+            self.streams.answered(message)
+
+    def _controller_answered(self, message: LogPart | Status) -> None:
+        if (told := self._told.get(message.request)) is not None:
+            told.put(message)
+
+    def _renumber(self, message: Renumbered) -> None:
+        """Know ranks by other numbers. Those that were given up are forgotten."""
+        numbers = message.numbers
+        with self._lock:
+            self.names = {numbers[rank]: names for rank, names in self.names.items() if rank in numbers}
+            tasks = set(self._latest.values())
+            self._latest = {numbers[rank]: task for rank, task in self._latest.items() if rank in numbers}
+            self.dead = {numbers[rank]: died for rank, died in self.dead.items() if rank in numbers}
+            self._owed = {}  # the controller has had all paid
+        self.place(message.ranks)
+        for task in tasks:  # after what ranks have sent under their earlier numbers
+            if not task.put(message):
+                self.put_late(task, message)
+        self.streams.renumber(numbers)
+        if any(before != now for before, now in numbers.items()):  # a widget knows its rank by its number
+            self.widgets.close()
+            self.widgets = WidgetProxies(self.send)
+        self._on_life(message)
 
     def notify(self, message: Notice) -> None:
         """Show a line in the running cells, else below the latest, else in the first that starts."""

@@ -192,7 +192,7 @@ class Feed:
         try:
             self._without_peak = without_peak(rank.step for rank in sample.ranks if rank.step is not None)
             self._take(view_of(sample, self._left_alone.words()))
-        except Exception as error:
+        except Exception as error:  # a mistake of ours: the panel says so, and others get their samples
             self.rest()
             with contextlib.suppress(Exception):  # the notebook may be going
                 self._say(f"the panel has stopped: {type(error).__name__}: {error}")

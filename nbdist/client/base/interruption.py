@@ -72,7 +72,7 @@ def deferred() -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         raise  # which is all that another Ctrl-C could achieve
-    except BaseException:
+    except BaseException:  # a Ctrl-C that was delayed is not lost with the body
         deferral.strike()
         raise
     deferral.strike()

@@ -203,7 +203,7 @@ class Monitor(Observer):
         for key, watcher in list(self._watchers.items()):
             try:
                 watcher(sample)
-            except Exception:
+            except Exception:  # a watcher's mistake: the others get their samples
                 traceback.print_exc()
                 self._watchers.pop(key, None)
 

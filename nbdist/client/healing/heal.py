@@ -209,7 +209,7 @@ def bring_in(
             ran.append(cell.number)
     except RankError as error:
         failure = error
-    except BaseException as error:
+    except BaseException as error:  # a Ctrl-C, too: ranks wait for the newcomers until they hear of it
         ask(GiveUpHeal(), (HealFailed,), lambda: None)
         if isinstance(error, KeyboardInterrupt):
             raise interruption.interruption(failed) from None

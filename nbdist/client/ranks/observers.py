@@ -114,5 +114,5 @@ def _call(method: Callable[[Observer], None]) -> None:
     for observer in list(_observers):
         try:
             method(observer)
-        except Exception:
+        except Exception:  # an observer's mistake: neither the cell nor other observers suffer from it
             traceback.print_exc()

@@ -285,7 +285,7 @@ class RankSet:
                 token_file = nodes.token_file if nodes is not None else ""
                 with removed_afterwards(token_file):
                     started = self.talk.wait(kinds, None, progress, token_file, interrupt_start)
-            except BaseException as error:
+            except BaseException as error:  # a Ctrl-C, too: nothing that has started may stay
                 interrupted = isinstance(error, KeyboardInterrupt)
                 why = "the start was interrupted; `%distributed start` starts a new session"
                 self.broken = why if interrupted else str(error) or type(error).__name__
@@ -386,7 +386,7 @@ class RankSet:
             observers.cell_began(task)
             how = options.grace, options.profile, task.metered, options.setup, options.file
             self.traffic.send(Execute(task.serial, chosen, kind, code, task.number, options.offset, parcel, *how))
-        except BaseException:
+        except BaseException:  # a Ctrl-C, too: its ranks would stay busy with what they never got
             self.traffic.withdraw(task)
             raise
         return task
@@ -477,7 +477,7 @@ class RankSet:
         """Wait for a task, and return the values that its ranks send, in their order."""
         try:
             task.wait()
-        except BaseException:
+        except BaseException:  # a Ctrl-C, too: ranks would keep the memory of what nobody fetches
             self._release(task)
             raise
         return self.collect(task)

@@ -203,7 +203,7 @@ class Session(RankRequests):
         try:
             with interruption.deferred():  # half of it would be a session that nobody has
                 session._take_over(name, take=take, show=show)
-        except BaseException:
+        except BaseException:  # a Ctrl-C, too: nobody would have the session that it has taken
             if not session.closed:
                 session.detach(session._rank_set.linger or farewell.LINGER)
             raise

@@ -43,12 +43,12 @@ from .train.collective.collectives import gather_for_metrics as gather_for_metri
 from .train.collective.collectives import gather_object as gather_object
 from .train.collective.collectives import pad_across_processes as pad_across_processes
 from .train.collective.collectives import reduce as reduce
-from .train.collective.groups import group as group
 from .train.collective.place import device as device
 from .train.collective.place import local_process_index as local_process_index
 from .train.collective.place import num_processes as num_processes
 from .train.collective.place import process_index as process_index
 from .train.collective.place import split_batches as split_batches
+from .train.collective.process_group import group as group
 from .train.collective.turns import check_trigger as check_trigger
 from .train.collective.turns import is_last_process as is_last_process
 from .train.collective.turns import is_local_main_process as is_local_main_process

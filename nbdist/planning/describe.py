@@ -67,3 +67,17 @@ def _precision(plan: Settings) -> str:
     if plan.strategy in SHARDED:
         return f"blocks are gathered and computed in {kind}; the optimizer steps in the parameters' own type{scaled}"
     return f"autocast: matrix products in {kind}; parameters keep their own type{scaled}"
+
+
+def savings(plan: Settings) -> list[str]:
+    """Return in words what a plan does to save memory: what it keeps elsewhere, or computes again."""
+    words = []
+    if plan.activation_budget is not None:
+        words.append(f"activation budget {plan.activation_budget:g}")
+    if plan.activation_checkpointing != "none":
+        words.append(f"activation checkpointing {plan.activation_checkpointing}")
+    if plan.activation_offload:
+        words.append("activation offload")
+    if plan.offload:
+        words.append("offload")
+    return words

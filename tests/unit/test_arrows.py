@@ -50,7 +50,7 @@ ALLOWED = {
     "train": "metrics.node plan planning",
     "train.collective": "train",
     "train.structure": "plan planning",
-    "train.sharding": "train train.collective",
+    "train.sharding": "train",
     "train.loop": "plan train train.collective train.sharding train.structure",
     "train.checkpoint": "train train.collective train.loop train.sharding train.structure",
     "train.compare": "train train.checkpoint train.collective train.loop train.sharding",

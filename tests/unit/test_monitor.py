@@ -12,8 +12,7 @@ import pytest
 
 from nbdist.client.costs.monitor import Monitor
 from nbdist.errors import UsageError
-from nbdist.metrics.node.held_lately import HeldLately
-from nbdist.metrics.node.sample import RankSample, Sample
+from nbdist.metrics.node.sample import HeldLately, RankSample, Sample
 from testbed.kernel import wait_until
 
 LIMIT = 20.0

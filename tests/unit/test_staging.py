@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nbdist.train.checkpoint.staging import copy_to_cpu
+from nbdist.train.checkpoint.saving import copy_to_cpu
 
 
 def test_copies_stay_as_they_are_when_the_originals_change() -> None:

@@ -13,7 +13,7 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.train import state
 from nbdist.train.tracking import trackers
-from nbdist.train.tracking.csv_log import CsvLog
+from nbdist.train.tracking.trackers import CsvLog
 
 
 class Kept:

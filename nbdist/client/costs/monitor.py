@@ -27,8 +27,7 @@ from nbdist.client.reports.report import describe_death
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
-from nbdist.metrics.node.held_lately import HeldLately
-from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, as_of, gpu_of
+from nbdist.metrics.node.sample import GpuSample, HeldLately, NodeSample, RankSample, Sample, as_of, gpu_of
 from nbdist.metrics.node.sampler import FASTEST, Sampler
 from nbdist.wire.messages.life import Died, RankInfo
 from nbdist.wire.questions.knowing import GetMetrics, Metrics

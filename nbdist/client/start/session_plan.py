@@ -11,7 +11,7 @@ from nbdist.base.text import counted
 from nbdist.errors import UsageError
 from nbdist.plan import PLAN_VARIABLE, Plan
 from nbdist.planning.variables import NAMES
-from nbdist.train.follow import follow
+from nbdist.train.active_training import follow
 from nbdist.wire.messages.life import RankInfo, StartOptions
 from nbdist.wire.processes.nodes import NodesWanted
 

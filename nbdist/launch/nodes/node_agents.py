@@ -31,8 +31,7 @@ from nbdist.base.processes import describe_owner
 from nbdist.base.text import counted
 from nbdist.errors import NodesMissing, UsageError
 from nbdist.launch.nodes import store_probe
-from nbdist.launch.nodes.heartbeat import Pulse
-from nbdist.launch.nodes.news import Facts, News
+from nbdist.launch.nodes.news import Facts, News, Pulse
 from nbdist.launch.request import Request
 
 _DEFAULT_LIMITS = {"static": 900.0, "c10d": 600.0}  # seconds, as in torchrun

@@ -33,8 +33,14 @@ from nbdist.train.checkpoint.checkpoint_folder import (
     partials,
     read_manifest,
 )
-from nbdist.train.checkpoint.saving import Save, Writing, file_of, wait_for_saves_of_all, without_group_warning
-from nbdist.train.checkpoint.staging import copy_to_cpu
+from nbdist.train.checkpoint.saving import (
+    Save,
+    Writing,
+    copy_to_cpu,
+    file_of,
+    wait_for_saves_of_all,
+    without_group_warning,
+)
 from nbdist.train.checkpoint.state_snapshot import Restoring, Snapshot, take
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.collective.rng import random_digests

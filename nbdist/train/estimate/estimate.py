@@ -28,9 +28,9 @@ from nbdist.base.text import part_of, percent, size
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
+from nbdist.planning.describe import savings
 from nbdist.train import state as training
 from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
-from nbdist.train.estimate.words import savings
 from nbdist.train.prepare.strategies import refuse_wrapped
 
 # Of each process on a GPU. 426 MiB were measured before a first kernel (unslothai/unsloth-zoo#1053: PyTorch 2.10,

@@ -10,8 +10,8 @@ from nbdist import shells
 from nbdist.errors import UsageError
 from nbdist.metrics.node import host
 from nbdist.plan import Plan
+from nbdist.planning.describe import savings
 from nbdist.planning.rules import own_settings
-from nbdist.train.estimate.words import savings
 
 if TYPE_CHECKING:
     from nbdist.train.estimate.estimate import Estimate

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import UsageError
 from nbdist.train import state as training
-from nbdist.train.collective.flags import Flag
+from nbdist.train.collective.turns import Flag
 from nbdist.train.loop import precision
 from nbdist.train.loop.gradients import parameters_of
 from nbdist.train.sharding.shards import drop_unexchanged, parameter_groups

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,21 @@ from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weights import Fitting, give_storage
+from nbdist.train.collective.agreement import gather
 from nbdist.train.loop import precision
-from nbdist.train.sharding import meshes
 from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.state import State
 from nbdist.train.structure import float8
 from nbdist.train.structure.activations import keep_less
-from nbdist.train.structure.batch_norms import is_batch_norm
-from nbdist.train.structure.blocks import Ends, compile_blocks, find_blocks, find_ends, refuse_without_blocks
+from nbdist.train.structure.blocks import (
+    Ends,
+    compile_blocks,
+    find_blocks,
+    find_ends,
+    is_batch_norm,
+    refuse_without_blocks,
+)
 from nbdist.train.structure.quantized import is_wrapper
 from nbdist.train.structure.shadow import restore
 
@@ -240,7 +246,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
 
     plan, device = state.plan, state.device
     if state.mesh is None:
-        state.mesh = meshes.kept((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
+        state.mesh = _kept_mesh((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
     blocks = _separable(model, found)
     if plan.compile:
         compile_blocks(model, found, _compile_options(plan))
@@ -411,3 +417,29 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
 def _nodes(ranks: int) -> int:
     """Return how many nodes the ranks run on, by the launcher's variables."""
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+_meshes: dict[Hashable, Any] = {}
+_world: Any = None  # the default group that they were made in
+
+
+def _kept_mesh(key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return the mesh of this key, made if not all ranks have it. To be called on all ranks, with the same key.
+
+    Each is made once: its process groups hold threads, files and memory of the device.
+    """
+    global _world
+    if dist.group.WORLD is not _world:
+        _meshes.clear()
+        _world = dist.group.WORLD
+    if not all(gather(key in _meshes and _is_usable(_meshes[key]))):
+        _meshes[key] = make()
+    return _meshes[key]
+
+
+def _is_usable(mesh: Any) -> bool:
+    """Return whether its groups are there: one that was interrupted while it was made, or lost a rank, is not."""
+    try:
+        return all(dist.get_rank(group) >= 0 for group in mesh.get_all_groups())
+    except (ValueError, RuntimeError, KeyError):
+        return False

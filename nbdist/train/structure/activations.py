@@ -5,8 +5,10 @@ Independent of ranks, plans or of how blocks are found.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,11 +17,13 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nbdist.train.structure.caches import CacheArguments
 from nbdist.train.structure.quantized import is_wrapper
 from nbdist.train.structure.shadow import shadow
 
 Kind = Literal["none", "full", "selective", "selective-half"]
+
+_FLAG = "use_cache"
+_READ_ONLY = "_can_checkpoint_with_cache"  # set by transformers on layers that read the cache of other layers
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # those of linear layers
 _EXPENSIVE = _PRODUCTS | {
@@ -133,3 +137,52 @@ _CONTEXTS: dict[str, Callable[[], Any]] = {
     "selective": partial(create_selective_checkpoint_contexts, _save_expensive),
     "selective-half": _save_every_second_product,
 }
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """How a block takes the cache of keys and values that language models make by default.
+
+    Training has no use for it, and a block that is computed again in backward must not get one: it is filled already
+    then. Only the method by which transformers' caches give their length and the flag `use_cache` are known.
+
+    Attributes:
+        layer: The block's place in the cache.
+        flag: The position of `use_cache` among the arguments, or None.
+        is_writer: Whether the block writes into the cache.
+    """
+
+    layer: int
+    flag: int | None
+    is_writer: bool
+
+    @classmethod
+    def of(cls, block: nn.Module) -> CacheArguments:
+        """Return how this block's forward takes it."""
+        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        numbered = (getattr(part, "layer_idx", None) for part in block.modules())
+        layer = next((number for number in numbered if isinstance(number, int)), 0)
+        return cls(layer, names.index(_FLAG) if _FLAG in names else None, not getattr(block, _READ_ONLY, False))
+
+    def is_filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the block is given keys and values of earlier tokens, on which its result depends."""
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        return self.is_writer and any(cache.get_seq_length(self.layer) for cache in caches)
+
+    def turned_off(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the same arguments without a cache to write into."""
+        if not self.is_writer:
+            return args, kwargs
+        kept = tuple(_off(value, place == self.flag) for place, value in enumerate(args))
+        return kept, {name: _off(value, name == _FLAG) for name, value in kwargs.items()}
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether it works like one. The argument's name says little: it changes, and a block may mean another."""
+    return callable(getattr(value, "get_seq_length", None))
+
+
+def _off(value: Any, is_flag: bool) -> Any:
+    if is_flag:
+        return False
+    return None if _is_cache(value) else value

@@ -1,4 +1,4 @@
-"""The blocks of a model and the large layers beside them: which they are; and torch.compile for each block.
+"""The blocks of a model, the large layers beside them, BatchNorm: which they are; and torch.compile for each block.
 
 Independent of ranks, sharding or training loops.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules import batchnorm
 
 from nbdist.errors import UsageError
 
@@ -197,3 +198,12 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], options: Mappi
     """
     for block in blocks or [model]:
         block.compile(**options)
+
+
+def is_batch_norm(module: object) -> bool:
+    """Return whether a module is a BatchNorm layer: of any number of dimensions, synchronized or not, lazy or not."""
+    return isinstance(module, _BATCH_NORMS)
+
+
+# Their common class is private; without it those that are built lazily are none until they are built.
+_BATCH_NORMS: Any = getattr(batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))

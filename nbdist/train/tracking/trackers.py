@@ -6,12 +6,15 @@ Independent of models or plans.
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
+import io
 import json
 import numbers
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from nbdist.errors import UsageError
 from nbdist.train.state import current, rank
-from nbdist.train.tracking.csv_log import CsvLog
 
 _ALLOWED = "csv, tensorboard, wandb, mlflow, comet"
 
@@ -294,3 +296,59 @@ def _close_all(begun: Iterable[Tracker]) -> None:
     with ExitStack() as stack:
         for tracker in begun:
             stack.callback(tracker.close)
+
+
+class CsvLog:
+    """A CSV file with a row for each call of `add`, and more columns when new ones come; an existing one is continued.
+
+    Args:
+        path: The file.
+        first: Names of the columns that come first.
+
+    Raises:
+        ValueError: The file is something else.
+    """
+
+    def __init__(self, path: Path, first: Sequence[str]) -> None:
+        self._path = path
+        self._columns = list(first)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size:
+            self._continue()
+        else:
+            self._replace([self._columns])
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Append a row. It is in the file when this returns."""
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen(new)
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            file.write(_csv_line([str(row.get(name, "")) for name in self._columns]))
+
+    def _continue(self) -> None:
+        content = self._path.read_text(encoding="utf-8")
+        rows = list(csv.reader(io.StringIO(content)))
+        if rows[0][: len(self._columns)] != self._columns:
+            raise ValueError(f"its first line is {rows[0]}, not that of a log")
+        self._columns = rows[0]
+        if not content.endswith("\n"):  # a process was killed while it wrote the last line
+            self._replace(rows[:-1] or [self._columns])
+
+    def _widen(self, new: Sequence[str]) -> None:
+        with self._path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+        self._columns += new
+        self._replace([self._columns, *(row + [""] * (len(self._columns) - len(row)) for row in rows[1:])])
+
+    def _replace(self, rows: Sequence[Sequence[str]]) -> None:
+        """Write the whole file again, all at once."""
+        beside = self._path.with_name(f"{self._path.name}.partial")
+        beside.write_text("".join(map(_csv_line, rows)), encoding="utf-8", newline="")
+        os.replace(beside, self._path)
+
+
+def _csv_line(values: Sequence[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(values)
+    return buffer.getvalue()

@@ -22,7 +22,7 @@ class Statistics:
         """Know of the layers that are built from now on. InstanceNorm is none of them: it does not count."""
         from torch.nn.modules.module import register_module_buffer_registration_hook
 
-        from nbdist.train.structure.batch_norms import is_batch_norm
+        from nbdist.train.structure.blocks import is_batch_norm
 
         def note(module: Any, name: str, buffer: Any) -> None:
             if name == _COUNTER and is_batch_norm(module):

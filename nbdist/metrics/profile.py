@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from nbdist.base import text
+
 _COMMUNICATION = (
     *("gloo:", "nccl:", "nccldevkernel", "ncclkernel", "ncclsym", "rccl", "mpi:", "ucc:", "nvshmem", "memcpy ptop"),
     *("multimem_", "one_shot_", "two_shot_"),  # torch's symmetric memory
@@ -134,7 +136,7 @@ def _conclude(profiler: Any, folder: Path, rank: int, seconds: float) -> Summary
         path = Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
         if path.stat().st_size > _LARGEST_TRACE:
-            why = f"the trace is larger than {_LARGEST_TRACE >> 30} GiB: profile fewer steps"
+            why = f"the trace is larger than {text.size(_LARGEST_TRACE)}: profile fewer steps"
             return Summary(rank, seconds, why=why)
         trace = json.loads(path.read_bytes())
     events = trace["traceEvents"]

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from nbdist.base import text
 from nbdist.errors import TransferError
 from nbdist.metrics.node import host
 from nbdist.wire import segments
@@ -280,7 +281,7 @@ def map_segments(parcel: Parcel) -> memoryview:
 def _no_mapping(parcel: Parcel) -> TransferError:
     reason = os.strerror(ctypes.get_errno())
     return TransferError(
-        f"cannot receive {parcel.name!r}: its {parcel.size / 2**20:.0f} MiB can't be mapped ({reason}); "
+        f"cannot receive {parcel.name!r}: its {text.size(parcel.size)} can't be mapped ({reason}); "
         "free some memory in this process, or send it in parts"
     )
 

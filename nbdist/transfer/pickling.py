@@ -10,6 +10,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+from nbdist.base import text
 from nbdist.base.code_pickler import CodePickler
 from nbdist.errors import TransferError
 from nbdist.transfer.explain import OnGpuError, explain, quoted, short
@@ -52,11 +53,11 @@ def pack(obj: object, *, name: str = "value", cuda: bool = True) -> Packed:
         return Packed(Parcel(name, stream, buffers, storages, inline=payload.join()), [])
     try:
         if payload.size > (free := free_memory()):
-            raise OSError(errno.ENOMEM, f"{free / 2**20:,.0f} MiB are free")
+            raise OSError(errno.ENOMEM, f"{text.size(free)} are free")
         segments, descriptors = payload.write()
     except OSError as error:
         raise TransferError(
-            f"cannot send {quoted(name)}: no memory for its {payload.size / 2**20:,.0f} MiB ({error.strerror}); "
+            f"cannot send {quoted(name)}: no memory for its {text.size(payload.size)} ({error.strerror}); "
             "free some, or send it in parts"
         ) from error
     return Packed(Parcel(name, stream, buffers, storages, segments=segments), descriptors)

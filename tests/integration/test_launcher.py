@@ -173,7 +173,7 @@ def test_a_value_larger_than_the_memory_is_said_and_the_others_arrive(kernel: Ke
     untouched = "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000"  # no memory is set aside for it
     huge = f"numpy.frombuffer(mmap.mmap(-1, 1 << 42, {untouched}))"
     outcome = kernel.ok(launch(f'return {huge} if os.environ["RANK"] == "1" else "fine"'))
-    assert "the value that rank 1 returned: no memory for its 4,194,304 MiB (" in outcome.stdout
+    assert "the value that rank 1 returned: no memory for its 4.0 TiB (" in outcome.stdout
     assert kernel.value("result") == ["fine", None]
 
 

@@ -51,7 +51,7 @@ ALLOWED = {
     "train.collective": "train",
     "train.structure": "plan planning",
     "train.sharding": "train",
-    "train.loop": "plan train train.collective train.sharding train.structure",
+    "train.loop": "metrics.allocation plan train train.collective train.sharding train.structure",
     "train.checkpoint": "train train.collective train.loop train.sharding train.structure",
     "train.compare": "train train.checkpoint train.collective train.loop train.sharding",
     "train.data": "plan train train.collective",

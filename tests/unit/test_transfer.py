@@ -551,7 +551,7 @@ class TestErrors:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cgroups(monkeypatch, tmp_path, "0::/job", job=limited(1 << 30, (1 << 30) - (1 << 20)))
-        assert "no memory for its 2 MiB (1 MiB are free)" in error_of(torch.zeros(BIG // 4), "value")
+        assert "no memory for its 2.0 MiB (1.0 MiB are free)" in error_of(torch.zeros(BIG // 4), "value")
 
     @pytest.mark.torch_private
     def test_say_that_the_memory_of_a_tensor_is_freed(self) -> None:

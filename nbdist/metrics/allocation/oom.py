@@ -32,7 +32,13 @@ _CUDA_MEMORY = 2  # cudaErrorMemoryAllocation
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _POWERS = {"B": 0, "bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 _ALLOCATOR, _EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"
-_CPU_WORDS = ("can't allocate memory", "not enough memory")  # torch's DefaultCPUAllocator: a plain RuntimeError
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+_SIGNS = (  # in messages of errors without a class of their own
+    "CUDA out of memory.",
+    "CUDNN_STATUS_NOT_SUPPORTED.",
+    f"{_CPU_ALLOCATOR}: can't allocate memory",
+    f"{_CPU_ALLOCATOR}: not enough memory",
+)
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,19 +90,29 @@ def explain(error: BaseException, *namespaces: Mapping[str, Any]) -> str:
         return ""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory was short, on the device or on the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _is_of_runtime(error):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in _text(error) for sign in _SIGNS)
+
+
 def device_of(error: BaseException) -> str:
-    """Return where memory ran out: "cuda:0", "cpu"; empty: this error is about something else."""
+    """Return where memory ran out: "cuda:0", "cpu"; empty: unknown, or this error is about something else."""
+    if not is_out_of_memory(error):
+        return ""
+    if _is_of_runtime(error):
+        return f"cuda:{sys.modules['torch'].cuda.current_device()}"
     text = _text(error)
-    if type(error).__name__ == "OutOfMemoryError" and ("CUDA" in text or "HIP" in text):
-        found = _GPU.search(text)
-        return f"cuda:{found[1] if found else 0}"
-    if getattr(error, "error_code", None) == _CUDA_MEMORY and type(error).__name__ == "AcceleratorError":
-        return f"cuda:{sys.modules['torch'].cuda.current_device()}"  # past the allocator: a context, a library, NCCL
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text and any(word in text for word in _CPU_WORDS)
-    ):
+    if isinstance(error, MemoryError) or _CPU_ALLOCATOR in text:
         return "cpu"
-    return ""
+    found = _GPU.search(text)
+    return f"cuda:{found[1] if found else 0}" if "CUDA" in text or "HIP" in text else ""
+
+
+def _is_of_runtime(error: BaseException) -> bool:
+    """Return whether it is the CUDA runtime's, past the allocator: for a context, a library, NCCL."""
+    return type(error).__name__ == "AcceleratorError" and getattr(error, "error_code", None) == _CUDA_MEMORY
 
 
 def asked_for(error: BaseException) -> int | None:

@@ -14,16 +14,10 @@ from typing import Any
 import torch
 
 from nbdist.errors import UsageError
+from nbdist.metrics.allocation.oom import is_out_of_memory
 from nbdist.train import state as training
 from nbdist.train.collective import collectives
 from nbdist.train.loop.loop import give_up_window
-
-_SIGNS = (  # of memory that is short, in messages of errors without a class of their own
-    "CUDA out of memory.",
-    "CUDNN_STATUS_NOT_SUPPORTED.",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
 
 
 def free_memory(*objects: Any) -> list[None]:
@@ -129,10 +123,3 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
         short = True
     anywhere = bool(collectives.reduce(torch.tensor(short), "sum"))
     return not anywhere, result
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory was short, on the device or on the CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from nbdist.errors import UsageError
+from nbdist.metrics.allocation.oom import is_out_of_memory
 from nbdist.train.loop import averages, precision
 from nbdist.train.loop.gradients import clip_by_norm, finish_window, parameters_of
 from nbdist.train.loop.local_sgd import average_parameters
@@ -101,7 +102,7 @@ def _refuses_operands(error: RuntimeError) -> bool:
     That is DTensor's own Python, or C++ below a line that raises nothing itself. What an optimizer raises on its own
     account is passed on, and so is what failed while ranks exchanged something.
     """
-    if isinstance(error, torch.OutOfMemoryError | dist.DistError) or error.__traceback__ is None:
+    if isinstance(error, dist.DistError) or is_out_of_memory(error) or error.__traceback__ is None:
         return False
     innermost = error.__traceback__
     while innermost.tb_next is not None:

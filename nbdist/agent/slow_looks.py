@@ -87,7 +87,7 @@ class NativeStacks:
         """Return the stack of a process, or what keeps py-spy from it."""
         try:
             return self._dump(pid)
-        except Exception as error:
+        except Exception as error:  # the look was asked for: its failure is the answer
             return NativeStack(obstacle="other", text=f"{type(error).__name__}: {error}")
 
     def _dump(self, pid: int) -> NativeStack:

@@ -75,7 +75,7 @@ def closing(rank_set: RankSet) -> Iterator[None]:
     """End the ranks after the body. Another Ctrl-C meanwhile adds nothing to an interrupt or error in progress."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C included: no ranks are left behind
         _end(rank_set, 1.0)
         raise
     rank_set.close()

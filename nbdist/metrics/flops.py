@@ -57,7 +57,7 @@ def count(step: torch.nn.Module | Callable[[], object], batch: Any = None, backw
         return _counted(lambda: _run(copied, arguments, backward), "on a meta copy")
     except UsageError:
         raise
-    except Exception as error:
+    except Exception as error:  # not every model runs on the meta device; it is run in place then
         why = f"{type(error).__name__}: {error}".splitlines()[0][:160]
     with _left_as_it_was(step):
         return _counted(lambda: _run(step, batch, backward), f"run in place, because a meta copy can't be: {why}")

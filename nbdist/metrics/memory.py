@@ -256,7 +256,7 @@ class _Devices:
         """After a failed kernel torch refuses whatever it is asked; that must not end the user's cell."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # of torch or a driver: the figure is left out
             self._why = f"GPU memory n/a: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

@@ -101,7 +101,7 @@ def _start(profiler: Any) -> str:
     try:
         with _without_markers():
             profiler.start()
-    except Exception as error:
+    except Exception as error:  # another profiler may be at work, or the driver may forbid it
         return f"torch's profiler did not start: {error}"
     return ""
 

@@ -307,7 +307,7 @@ class StepMeter:
             if self._last_optimizer() is not optimizer:
                 self._turn_to(optimizer)
             self._end_step()
-        except Exception as error:
+        except Exception as error:  # measuring must not end the user's step
             self._fail("a step could not be measured", error)
 
     def _see_pass(self, outputs: Sequence[Any]) -> None:
@@ -330,7 +330,7 @@ class StepMeter:
             if reader.suspects:
                 self._read_steps()
                 self._distrust(reader.suspects)
-        except Exception as error:
+        except Exception as error:  # as above
             self._fail("a backward pass could not be read", error)
 
     def _go_on_training(self) -> None:
@@ -403,7 +403,7 @@ class StepMeter:
                 if sign == "train" and self._evaluations.under_way and self._is_trained(model):
                     self._loaders.end_evaluation()
                 self._evaluations.end(trains=sign == "train")
-        except Exception as error:
+        except Exception as error:  # as above
             self._fail("an evaluation could not be timed", error)
 
     def _end_part(self, kind: evaluation.Part) -> None:

@@ -172,7 +172,7 @@ def _object_parts(obj: Any) -> Iterator[tuple[str, object]]:
     try:
         reducer = copyreg.dispatch_table.get(type(obj))
         reduced = reducer(obj) if reducer else obj.__reduce_ex__(5)
-    except Exception:
+    except Exception:  # what does not say what it is made of is not looked into
         return
     if not isinstance(reduced, tuple):
         return
@@ -218,6 +218,6 @@ def short(value: object) -> str:
     """Return a value or an exception in one line of bounded length."""
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else repr(value)
-    except Exception:
+    except Exception:  # a __repr__ or __str__ of somebody's own
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."

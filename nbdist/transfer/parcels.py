@@ -155,11 +155,11 @@ class Payload:
                     fill(descriptors[0], 0)
                     for other in others:
                         other.result()
-                except BaseException:
+                except BaseException:  # Ctrl-C included: the other threads would go on writing
                     stop.set()
                     raise
             return [segments.segment_of(descriptor) for descriptor in descriptors], descriptors
-        except BaseException:
+        except BaseException:  # Ctrl-C included: their memory would be kept
             _close_all(descriptors)
             raise
 

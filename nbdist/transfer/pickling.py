@@ -83,7 +83,7 @@ def _pickle(obj: object, name: str, cuda: bool) -> _Pickler:
     pickler = _Pickler(cuda)
     try:
         pickler.dump(obj)
-    except Exception as error:
+    except Exception as error:  # objects raise what they like when they are pickled
         raise explain(obj, name, pickler.latest, error, functools.partial(_pickles, cuda=cuda)) from error
     return pickler
 
@@ -106,7 +106,7 @@ def unpack(parcel: Parcel) -> Any:
     token = _arrived.set(storages)
     try:
         return pickle.loads(arrived(parcel.pickle), buffers=map(arrived, parcel.buffers))
-    except Exception as error:
+    except Exception as error:  # objects raise what they like when they are made again
         raise TransferError(
             f"{quoted(parcel.name)} has arrived, but can't be rebuilt in this process ({short(error)}); "
             "import or install here what it needs"
@@ -118,7 +118,7 @@ def unpack(parcel: Parcel) -> Any:
 def _pickles(obj: object, *, cuda: bool) -> bool:
     try:
         _Pickler(cuda).dump(obj)
-    except Exception:
+    except Exception:  # as above
         return False
     return True
 

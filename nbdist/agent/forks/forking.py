@@ -71,7 +71,7 @@ class Template:
             return True
         try:
             self._fork(request, descriptors)
-        except Exception as error:
+        except Exception as error:  # the template lives on: ranks are forked from it
             self._channel.send(encode(ForkFailed(str(error))))
         finally:
             for descriptor in descriptors:
@@ -118,7 +118,7 @@ class Template:
             else:
                 rank.become_rank(parent, *descriptors)
             code = 0
-        except BaseException:
+        except BaseException:  # nothing may get out of the fork into the template's code
             traceback.print_exc(file=sys.__stderr__)
         finally:
             os._exit(code)

@@ -51,7 +51,7 @@ def main() -> None:
     try:
         origin = _preload()
         from nbdist.agent.forks.forking import Template
-    except Exception as error:
+    except Exception as error:  # an import runs anybody's code; the agent is told
         from nbdist.wire.processes.template_messages import ImportFailed, encode
 
         channel.send(encode(ImportFailed(_describe_import_failure(error))))

@@ -184,7 +184,7 @@ class _Launch:
         deciding.start()
         try:
             self._work()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C included: the other nodes must hear of it
             self._leave(error)
             raise
         finally:
@@ -218,7 +218,7 @@ class _Launch:
                 outcome: list[Any] | BaseException = on_ranks.conclude(rank_set, attempt.task, self.request)
         except NbdistError as error:
             outcome = error
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C included: torch's thread waits for an outcome
             attempt.outcome = error
             raise
         attempt.end(outcome)
@@ -296,7 +296,7 @@ class _Launch:
             pass
         except NbdistError as error:
             self._error = error.with_traceback(None)  # its frames would keep the store, and so the port
-        except Exception as error:
+        except Exception as error:  # of torch's agent, in a thread: raised in the cell's
             known = isinstance(error, STORE_ERRORS) and self.nodes.several
             self._error = self.nodes.gone() if known else error.with_traceback(None)
         finally:

@@ -364,7 +364,7 @@ class Nodes:
                 deadline,
                 lambda: self.too_few(met.add("came", 0), self._missing(met)),
             )
-        except Exception:
+        except Exception:  # whatever it is, this node is no longer among those that have come
             if self.alive:
                 with contextlib.suppress(RuntimeError):
                     met.add(mine, -1)

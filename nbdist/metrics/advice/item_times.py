@@ -88,7 +88,7 @@ def _measure(loader: Source, batch_size: int, seconds: float, sending: Connectio
     torch.set_num_threads(1)
     try:
         found = _times_of(loader, batch_size, seconds)
-    except Exception as error:
+    except Exception as error:  # the dataset is the user's; its error is the answer
         found = ItemTimes(why=f"reading an item in another process raised {type(error).__name__}: {error}"[:200])
     sending.send_bytes(msgspec.msgpack.encode(found))
 

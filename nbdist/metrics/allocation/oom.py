@@ -127,7 +127,7 @@ def asked_for(error: BaseException) -> int | None:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # a __str__ of somebody's own
         return ""
 
 

@@ -86,7 +86,7 @@ def address_of(value: Any) -> tuple[int, Block] | None:
     """Return where a tensor's storage is, and what it is; None for one without, such as a sparse one or a wrapper."""
     try:
         return _of_tensor("", value)
-    except Exception:
+    except Exception:  # each kind of tensor without storage raises something else
         return None
 
 

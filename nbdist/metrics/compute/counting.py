@@ -357,7 +357,7 @@ class _Mode(TorchDispatchMode):
         outermost, self.runs_operation = not self.runs_operation, True
         try:
             out = func(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # looked at, and passed on
             if not self._failed:
                 self._failed = True
                 self._fail(error)

@@ -47,7 +47,7 @@ class Nvml:
                 self._nvml = pynvml
             self._nvml.nvmlInit()
             self._open = True
-        except Exception as error:
+        except Exception as error:  # no library, no driver, or none of ours: said in `why`
             self.why = _why_not(error)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Nvml:
             return []
         try:
             count = int(self._nvml.nvmlDeviceGetCount())
-        except Exception as error:
+        except Exception as error:  # as above
             self.why = _why_not(error)
             return []
         self.why = "" if count else "the driver reports no GPU"
@@ -75,7 +75,7 @@ class Nvml:
     def _gpu(self, index: int) -> Iterator[GpuSample]:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        except Exception as error:
+        except Exception as error:  # this GPU says why, the others are not affected
             yield GpuSample(uuid="", index=index, lost=_kind(error) == _IS_LOST, why=_failure(error))
             return
         for part in mig_instances(self._nvml, handle) or [handle]:
@@ -117,7 +117,7 @@ class Nvml:
             try:
                 found = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
                 return int(found.total), _sound(found.used, found.total), _sound(found.reserved, found.total)
-            except Exception as error:
+            except Exception as error:  # before 510 the driver does not know this version
                 if _kind(error) == _IS_LOST:
                     raise
         found = self._nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -148,7 +148,7 @@ class Nvml:
     def _ask(self, function: Callable[..., _T], *arguments: Any) -> _T | None:
         try:
             return function(*arguments)
-        except Exception:
+        except Exception:  # a driver of tomorrow may answer in ways that nobody knows
             return None
 
 
@@ -193,7 +193,7 @@ class _Missing:
             return None
         try:
             return function(*arguments)
-        except Exception as error:
+        except Exception as error:  # as above; one figure is lost, and said
             self.lost = _kind(error) == _IS_LOST
             self._names.setdefault(_failure(error), []).append(name)
             return None

@@ -291,7 +291,7 @@ def _pickled(values: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(values, buffer)
-    except Exception as error:
+    except Exception as error:  # user objects raise what they like from __reduce__
         wrong = next((kind for kind, value in values.items() if not _can_be_pickled(value)), "state")
         raise UsageError(f"the {wrong} can't be saved: {type(error).__name__}: {error}") from error
     return buffer.getvalue()
@@ -300,7 +300,7 @@ def _pickled(values: dict[str, Any]) -> bytes:
 def _can_be_pickled(value: Any) -> bool:
     try:
         torch.save(value, io.BytesIO())
-    except Exception:
+    except Exception:  # as above
         return False
     return True
 

@@ -85,7 +85,7 @@ def _save(model: nn.Module, target: Path, max_shard_size: int | str, metadata: M
             if draft is not None:
                 _save_config(model, target)
                 draft.commit()
-    except BaseException:
+    except BaseException:  # Ctrl-C included: a draft is no model
         if draft is not None:
             draft.discard()
         raise
@@ -136,7 +136,7 @@ def _write(draft: ModelDraft | None, shards: list[list[str]], tensors: Mapping[s
         try:
             if draft is not None and failure is None:
                 draft.write(number, whole)
-        except Exception as error:
+        except Exception as error:  # raised below, when the others need this rank no more
             failure = error
     if failure is not None:
         raise failure

@@ -85,7 +85,7 @@ class Save:
         global _running
         try:
             group = _group_beside_training()
-        except BaseException:
+        except BaseException:  # Ctrl-C included: half a checkpoint is none
             writing.discard()
             raise
 
@@ -94,7 +94,7 @@ class Save:
                 writing.run(tensors, values, group)
             except CheckpointError as error:
                 self._error = error
-            except Exception as error:
+            except Exception as error:  # in a thread: nobody else would hear of it
                 self.lost_touch = True  # first, as an error means that it is done
                 self._error = CheckpointError(f"{self.path} was not saved: {type(error).__name__}: {error}")
             if self._error is not None and rank() == 0:  # nobody may ever ask
@@ -177,7 +177,7 @@ class Writing:
         except CheckpointError as error:
             self.discard()
             raise CheckpointError(f"{self.target} was not saved: {error}") from error.__cause__
-        except BaseException:
+        except BaseException:  # Ctrl-C included: half a checkpoint is none
             self.discard()
             raise
 
@@ -186,7 +186,7 @@ class Writing:
         failure: Exception | None = None
         try:  # the collective part first, whatever happens here: the others wait in it
             write_durably(folder / file_of(rank()), values)
-        except Exception as error:
+        except Exception as error:  # raised below, after the collective part
             failure = error
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.from_one_rank)
         with without_group_warning():

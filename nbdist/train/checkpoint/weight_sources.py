@@ -309,7 +309,7 @@ class StateOfRank0:
             try:
                 if training.rank() == 0 and failure is None:
                     whole.copy_(self._tensors[name])
-            except Exception as error:
+            except Exception as error:  # raised below, when the others have got all they wait for
                 failure = error
             if training.world_size() > 1:
                 dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)  # every backend can send bytes

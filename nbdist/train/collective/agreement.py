@@ -237,7 +237,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     failure: BaseException | None = None
     try:
         yield
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException) as error:  # whatever it is, the others must hear of it
         failure = error
     answers = gather(None if failure is None else (isinstance(failure, UsageError), _text(failure)), group)
     failures = {number: answer for number, answer in enumerate(answers) if answer is not None}

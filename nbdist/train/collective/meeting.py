@@ -154,7 +154,7 @@ def _attend(store: Any, patience: _Patience) -> set[int]:
             time.sleep(pause)
             pause = min(2 * pause, _POLL[1])
         return _read(store.get(verdict))
-    except BaseException:
+    except BaseException:  # Ctrl-C included: the others must not wait for this rank
         _end_round(store, number, _missing(store, number) | {rank()})
         raise
 

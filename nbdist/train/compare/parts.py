@@ -144,7 +144,7 @@ def describe(function: str, objects: Sequence[Any], src: int | None) -> tuple[li
         entries = {name: entry for part in parts for name, entry in part.entries().items()}
     except UsageError as error:
         return [], Described(failure=str(error))
-    except Exception as error:
+    except Exception as error:  # of state_dict() of an object of the user's
         return [], Described(failure=f"{type(error).__name__}: {error}")
     steps = max((part.steps for part in parts if part.steps is not None), default=None)
     labels = tuple(part.label for part in parts)

@@ -94,7 +94,7 @@ def _read(
         nbytes = max((_end(tensors) for _, tensors in packed), default=0)
         mine = _Round(tuple(outline for outline, _ in packed), nbytes, remainder())
         message = _message(mine)
-    except Exception as error:
+    except Exception as error:  # of the user's dataset; the others wait for a batch
         _tell(pickle.dumps(_Round(error=(_pickled(error), f"{type(error).__name__}: {error}"))))
         raise
     _tell(message)
@@ -104,7 +104,7 @@ def _read(
 def _message(mine: _Round) -> bytes:
     try:
         return pickle.dumps(mine)
-    except Exception as error:
+    except Exception as error:  # what a batch holds raises what it likes
         raise UsageError(
             f"with dispatch, rank 0 sends batches to the other ranks, but this one can't be sent ({error}): let it "
             "hold only tensors and plain values, or plan dispatch=False"
@@ -177,7 +177,7 @@ def _pickled(error: Exception) -> bytes | None:
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:
+    except Exception:  # an exception's own pickling may fail in any way
         return None
     return pickled
 
@@ -186,7 +186,7 @@ def _raised(pickled: bytes | None, text: str) -> Exception:
     if pickled is not None:
         try:
             error = pickle.loads(pickled)
-        except Exception:
+        except Exception:  # made here by the exception's own class
             error = None
         if isinstance(error, Exception):
             return error

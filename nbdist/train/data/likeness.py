@@ -53,11 +53,11 @@ def contents(loader: DataLoader[Any]) -> str:
 
 def _describe_data(dataset: Any) -> str:
     length = None
-    with suppress(Exception):
+    with suppress(Exception):  # the user's __len__
         length = length_of(dataset)
     known = []
     for part in _parts(dataset):
-        with suppress(Exception):
+        with suppress(Exception):  # the user's data, as above
             if isinstance(part, Subset):
                 known.append(("indices", _digest(_some(part.indices))))
             elif type(part).__module__.startswith("datasets.") and length_of(part):
@@ -90,7 +90,7 @@ def _rows(dataset: Any) -> bytes:
 def _describe_sampler(sampler: Any) -> str:
     """Return a sampler and what its order depends on besides the generators that ranks agree on; "" if on nothing."""
     known = {}
-    with suppress(Exception):
+    with suppress(Exception):  # the user's sampler: what can't be looked at is not compared
         own = vars(sampler)
         known = {name: own[name] for name in _PLAIN if isinstance(own.get(name), int) and (own[name] or name == "seed")}
         for name, value in own.items():

@@ -165,7 +165,7 @@ def answer_to(setting: TrialSetup, task: bytes) -> dict[str, Any]:
         return _measure(setting, task)
     except UsageError as error:
         return {"error": str(error)}
-    except Exception as error:
+    except Exception as error:  # the model is the user's; the process that asked shows it
         return {"error": _explained(error)}
     finally:
         if training.has_group():

@@ -117,7 +117,7 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
     result, short = None, False
     try:
         result = function(size, *args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the function is the user's; only one kind is for us
         if not is_out_of_memory(error):
             raise
         short = True

@@ -94,8 +94,8 @@ def accumulate(*models: nn.Module) -> Iterator[None]:
     try:
         with nullcontext() if state.sync_gradients or state.plan.exchange == "each" else _without_exchange(chosen):
             yield
-    except Exception:
-        _end_micro_batch(state)  # caught by the user, ranks are still at the same micro-batch
+    except Exception:  # caught by the user, ranks are still at the same micro-batch
+        _end_micro_batch(state)
         raise
     except BaseException:  # interrupted, they may not be
         give_up_window(state)

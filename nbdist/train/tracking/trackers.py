@@ -163,7 +163,7 @@ def init_trackers(
     try:
         for kind in wanted if rank() == 0 else ():
             begun.append(_KINDS[kind][0](name, config or {}, Path(folder)) if isinstance(kind, str) else kind)
-    except BaseException:
+    except BaseException:  # Ctrl-C included: none is left half begun
         _close_all(begun)
         raise
     _trackers = begun

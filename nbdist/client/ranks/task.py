@@ -25,7 +25,7 @@ from nbdist.client.ranks.task_record import Carrier, TaskRecord
 from nbdist.client.reports import death_report, report
 from nbdist.client.reports.stack_report import line_of
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken
-from nbdist.wire.handlers import Handlers
+from nbdist.wire.base.message import Handlers
 from nbdist.wire.messages.cells import Interrupt, Kind, Recovered, Remark, Reply, Returned
 from nbdist.wire.messages.healing import Renumbered
 from nbdist.wire.messages.life import Broken, Died

@@ -25,8 +25,7 @@ from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.client.reports.report import describe_death
 from nbdist.client.start.connection import Connection
 from nbdist.errors import SessionBroken, SessionClosed, SessionError
-from nbdist.wire.base.message import Message
-from nbdist.wire.handlers import Handlers
+from nbdist.wire.base.message import Handlers, Message
 from nbdist.wire.messages.cells import Recovered, Remark, Reply
 from nbdist.wire.messages.handover import Attached, AttachRefused, Displaced
 from nbdist.wire.messages.healing import Renumbered

@@ -25,7 +25,7 @@ _WARM = f"""
 import os, time
 import _tools
 from nbdist.client.session.session import Session
-from nbdist.client.start.idle_controller import prewarm
+from nbdist.client.start.connection import prewarm
 prewarm()
 while len(processes := _tools.psutil.Process().children(recursive=True)) < 3:  # controller, agent, template
     time.sleep(0.1)

@@ -35,7 +35,7 @@ for step in range(100000):
 def main() -> None:
     _tools.prepare()
     import nbdist
-    from nbdist.client.base.cell_options import CellOptions
+    from nbdist.client.ranks.task_record import CellOptions
     from nbdist.client.session.session import rank_set_of
     from testbed.kernel import Kernel, kernel_with_ranks
 

@@ -15,7 +15,7 @@ from nbdist.base.text import size
 from nbdist.client.session import session as sessions
 from nbdist.client.session.current import current_session
 from nbdist.client.session.session import rank_set_of
-from nbdist.client.start.idle_controller import prewarm
+from nbdist.client.start.connection import prewarm
 from nbdist.client.start.node_arguments import nodes_wanted
 from nbdist.client.start.start_settings import StartSettings
 from nbdist.errors import TransferError, UsageError

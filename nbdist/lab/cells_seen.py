@@ -1,11 +1,11 @@
-"""The notebook's cells that ran on ranks: which they are, on which ranks, what failed there, and each rank's bars.
+"""The notebook's cells that ran on ranks: which they are, where, what failed, each rank's bars, and its steps.
 
 Kept from the moment nbdist is loaded, as a page may come later. Independent of messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from nbdist.client.output.page import OwnBars
 from nbdist.client.ranks.observers import Observer
 from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.errors import RankFailure, UsageError
+from nbdist.metrics.node.sample import Sample
 
 _CELLS = 1000  # that are kept
 _LARGEST = 8_000_000  # characters of what failed, and of bars, that are kept, about
@@ -182,3 +183,25 @@ class CellsSeen(Observer):
 def _own(bars: OwnBars, lines: Iterable[str], rank: int) -> dict[str, str]:
     """Return a rank's own bars, by these lines."""
     return {line: own for line in lines if (own := bars.get(line, {}).get(rank)) is not None}
+
+
+class CellStepsSeen(Observer):
+    """How far the training loop of the running cell has come on each rank, by the samples that something else takes.
+
+    A page that shows the panel has ranks sampled, and so does a recorded history; this asks no rank.
+    """
+
+    def __init__(self) -> None:
+        self._cell = 0
+        self._steps: dict[int, int] = {}
+
+    def ranks_looked_at(self, sample: Sample) -> None:
+        """Note them."""
+        known = {rank.rank: rank.step.in_cell for rank in sample.ranks if rank.step is not None}
+        self._cell, self._steps = sample.cell, known
+
+    def of(self, cell: int, ranks: Collection[int]) -> int:
+        """Return the step up to which all of these ranks have come in their cell; 0 if that is not known."""
+        if cell != self._cell:
+            return 0
+        return min((self._steps.get(rank, 0) for rank in ranks), default=0)

@@ -20,8 +20,7 @@ from nbdist.client.session.current import current_session, get_session
 from nbdist.client.session.session import rank_set_of
 from nbdist.devices import visible_gpus
 from nbdist.errors import NbdistError, UsageError
-from nbdist.lab.cell_steps_seen import CellStepsSeen
-from nbdist.lab.cells_seen import CellsSeen
+from nbdist.lab.cells_seen import CellsSeen, CellStepsSeen
 from nbdist.lab.variable_rows import entry_rows, figure_rows, gap, variable_rows
 from nbdist.wire.pages.page_messages import (
     CellOnRanks,

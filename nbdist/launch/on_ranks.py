@@ -16,9 +16,9 @@ from nbdist import transfer
 from nbdist.base import limits
 from nbdist.base.text import counted
 from nbdist.client.base import calls, interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.start.session_plan import for_launch
 from nbdist.client.start.start_options import start_options
 from nbdist.client.start.start_settings import StartSettings

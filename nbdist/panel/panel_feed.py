@@ -7,8 +7,10 @@ what values mean (`model`).
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +26,9 @@ from nbdist.client.session.session import Session
 from nbdist.errors import NbdistError, UsageError
 from nbdist.metrics.allocation import memory_snapshot
 from nbdist.metrics.node.sample import Sample
-from nbdist.panel.left_alone import LeftAlone
 from nbdist.panel.model import View, view_of
 from nbdist.panel.updates import Updates
+from nbdist.visits import client_of, of_this_machine
 from nbdist.wire.pages.panel_messages import (
     ChooseRow,
     Live,
@@ -43,6 +45,8 @@ from nbdist.wire.pages.panel_messages import (
     ViewOpened,
 )
 
+_LOOK_AROUND = 10.0  # seconds between two looks for sessions without a client
+_NAMED = 2  # of these sessions
 _PEAK_SECONDS = 1.0  # that a measurement of the peak takes, about
 _WISHES = [each.__struct_config__.tag for each in get_args(PanelWish)]
 _FIRST_LOOK = 1.0  # seconds that somebody who asks for values waits for something to show
@@ -314,3 +318,35 @@ class Feed:
 
 def _is_over(session: Session | None) -> bool:
     return session is None or session.closed or bool(session.broken)
+
+
+class LeftAlone:
+    """What sessions on this machine hold that have no client, as of some seconds ago: it is missing elsewhere.
+
+    Looks in a thread of its own: a session that is stuck answers late.
+    """
+
+    def __init__(self) -> None:
+        self._words = ""
+        self._due = 0.0
+        self._looking = threading.Lock()
+
+    def words(self) -> str:
+        """Return what is known, at once; "" if there are none. Has it looked up where it is old."""
+        if time.monotonic() >= self._due and self._looking.acquire(blocking=False):
+            threading.Thread(target=self._look, name="nbdist-left-alone", daemon=True).start()
+        return self._words
+
+    def _look(self) -> None:
+        try:
+            found = [each for each in of_this_machine(but_of=os.getpid()) if each.lonely]
+            words = [
+                f"session {each.name} ({client_of(each.description)}) holds {each.holds}"
+                for each in found[:_NAMED]
+                if each.description is not None
+            ]
+            rest = [f"{len(found) - _NAMED} more sessions"] if len(found) > _NAMED else []
+            self._words = ", ".join([*words, *rest])
+        finally:
+            self._due = time.monotonic() + _LOOK_AROUND
+            self._looking.release()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from nbdist.base.ranks import ONE_NODE
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.widget_proxies import WidgetProxies
 from nbdist.client.ranks.task import Task
-from nbdist.client.ranks.task_record import TaskRecord
+from nbdist.client.ranks.task_record import CellOptions, TaskRecord
 from nbdist.errors import RankDied, RankError
 from nbdist.launch.launch_errors import LaunchFailure
 from nbdist.wire.base.message import Message

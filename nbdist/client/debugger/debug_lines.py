@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias
 
-from nbdist.client.base.answer_streams import AnswerStream, AnswerStreams
+from nbdist.client.base.answers import AnswerStream, AnswerStreams
 from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.questions.question import AnswerBody
 

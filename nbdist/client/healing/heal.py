@@ -14,8 +14,8 @@ from nbdist.base.checks import check_whole
 from nbdist.base.ranks import describe_ranks, format_ranks
 from nbdist.base.text import counted
 from nbdist.client.base import interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks.rank_set import Ranks, RankSet
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.start.controller_talk import Request
 from nbdist.client.start.starting import StartLine, removed_afterwards
 from nbdist.errors import RankError, SessionBroken, UsageError

@@ -22,7 +22,6 @@ from nbdist.base import requirements
 from nbdist.base.ranks import describe_ranks, format_ranks
 from nbdist.base.text import counted, size, span, table
 from nbdist.client.base import interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
 from nbdist.client.costs.profiles import CellProfile
@@ -35,17 +34,16 @@ from nbdist.client.magics import looking
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
-from nbdist.client.magics.follow_verb import FollowVerb
 from nbdist.client.magics.plan_form import PlanForm
 from nbdist.client.magics.router import CellRouter
-from nbdist.client.magics.variables_verb import show_variables
 from nbdist.client.ranks.background import BackgroundCell, wait_all
 from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.session import session as sessions
 from nbdist.client.session.attaching import settle_previous
 from nbdist.client.session.current import get_session, living_session, session_to_restart
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.client.start.idle_controller import prewarm
+from nbdist.client.start.connection import prewarm
 from nbdist.client.start.starting import StartLine
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.lab import kernel_status, lines
@@ -84,7 +82,7 @@ class DistributedMagics(Magics):
         self._session: Session | None = None  # keeps alive a session started by a magic
         self._costs = CostVerbs(shell)
         self._router = CellRouter(shell)
-        self._follow = FollowVerb()
+        self._follow = looking.FollowVerb()
         self.plan_form = PlanForm()  # of pages
         self._actions: dict[str, Callable[[argparse.Namespace], Any]] = {
             "start": self._start,
@@ -114,7 +112,7 @@ class DistributedMagics(Magics):
             "snapshot": self._costs.snapshot,
             "stacks": looking.stacks,
             "flight": looking.flight,
-            "variables": show_variables,
+            "variables": looking.variables,
         }
         self.verb_parsers = parsers.verb_parsers()
         self.cell_parser = parsers.cell_parser()

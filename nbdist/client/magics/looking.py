@@ -1,4 +1,7 @@
-"""What `%distributed logs`, `stacks`, `flight` and `debug` do: looking at what ranks printed, do and have done."""
+"""What `%distributed logs`, `stacks`, `flight`, `variables`, `debug` and `follow` do: looking at ranks.
+
+At what they printed, do, have done, and hold; and at what ranks do that another client drives.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,19 @@ from nbdist.base.text import size
 from nbdist.client.output.publisher import FOLD_LIMIT, Publisher
 from nbdist.client.reports import stack_report
 from nbdist.client.reports.logs import CellLog
+from nbdist.client.requests.compared_variables import (
+    Inside,
+    difference,
+    has_figures,
+    look_at_statistics,
+    look_at_variables,
+    look_inside,
+    render_statistics,
+    render_variables,
+)
 from nbdist.client.requests.status import look_at_stacks
 from nbdist.client.session.current import get_session
+from nbdist.client.session.following import Following
 from nbdist.client.session.session import rank_set_of
 from nbdist.errors import UsageError
 
@@ -53,6 +67,53 @@ def flight(arguments: argparse.Namespace) -> None:
     """Show the last collectives of ranks side by side."""
     session = get_session()
     print(session.flight(rank_set_of(session).among(arguments.ranks), arguments.last))
+
+
+def variables(arguments: argparse.Namespace) -> None:
+    """Print a table of all variables, or what there is to know of one."""
+    rank_set = rank_set_of(get_session())
+    ranks = rank_set.choose(rank_set.living() if arguments.ranks is None else arguments.ranks)
+    if arguments.diff is not None and arguments.name is None:
+        raise UsageError("--diff takes a variable: `%distributed variables w --diff 0,3`")
+    found = look_at_variables(rank_set, ranks, [arguments.name] if arguments.name else [])
+    inside = look_inside(rank_set, found[0]) if arguments.name and arguments.diff is None else Inside([], [])
+    print("\n".join([render_variables([*found, *inside.differing]), *inside.notes]))
+    if arguments.diff is not None:
+        pair = rank_set.choose(arguments.diff)
+        if len(pair) != 2:
+            raise UsageError(f"--diff takes two ranks, not {arguments.diff!r}: `--diff 0,3`")
+        print(difference(rank_set, found[0], *pair))
+    elif arguments.name and has_figures(found[0]):
+        print(render_statistics(look_at_statistics(rank_set, ranks, arguments.name)))
+
+
+class FollowVerb:
+    """What this notebook follows: one session at a time, which another client drives."""
+
+    def __init__(self) -> None:
+        self._following: Following | None = None
+
+    def follow(self, arguments: argparse.Namespace) -> None:
+        """Show what a session does, below this cell, instead of what was followed before."""
+        if arguments.stop:
+            self.stop()
+            return
+        following = Following(arguments.name)
+        self.stop()
+        self._following = following
+        if arguments.wait:
+            following.wait()
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        if self._following is not None:
+            self._following.stop()
+        self._following = None
+
+    @property
+    def refusal(self) -> str:
+        """Why a cell finds no ranks where a session is followed; "" where none is."""
+        return self._following.refusal if self._following is not None else ""
 
 
 def _save(pieces: Iterable[str], path: str) -> int:

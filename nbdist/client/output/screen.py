@@ -5,12 +5,12 @@ Handles what ranks send; independent of how cells end, of errors and of interrup
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Iterable
 
 from nbdist.base.ranks import ONE_NODE, RankNames
 from nbdist.client.output.area import Area
-from nbdist.client.output.decoders import Decoders
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import OwnBars, Shown, Text
 from nbdist.client.output.publisher import Kind, Publisher, can_update
@@ -230,3 +230,19 @@ def _is_text(item: Display) -> bool:
 
 def _labeled(label: str, text: str) -> str:
     return "\n".join(label + line for line in str(text).split("\n"))
+
+
+class Decoders:
+    """Turns each rank's bytes into text, however they are cut."""
+
+    def __init__(self) -> None:
+        self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
+
+    def decode(self, rank: int, stream: int, data: bytes, final: bool = False) -> str:
+        """Return the text in these bytes, up to the last complete character."""
+        decoder = self._decoders.get((rank, stream))
+        if decoder is None:
+            if not data:
+                return ""
+            decoder = self._decoders[rank, stream] = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(data, final)

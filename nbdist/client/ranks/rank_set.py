@@ -20,15 +20,15 @@ from nbdist.base import limits
 from nbdist.base.checks import check_seconds
 from nbdist.base.ranks import describe_ranks, format_ranks, parse_ranks
 from nbdist.client.base import calls, interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.task import Task
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.ranks.traffic import Traffic
 from nbdist.client.reports import death_report
 from nbdist.client.reports.report import describe_death
 from nbdist.client.reports.stack_report import line_of
-from nbdist.client.start import farewell, idle_controller
-from nbdist.client.start.connection import Connection
+from nbdist.client.start import farewell
+from nbdist.client.start.connection import Connection, close_idle, keep_idle, take_idle
 from nbdist.client.start.controller_talk import ControllerTalk, interrupt_start, taken_by
 from nbdist.client.start.starting import PortTaken, StartLine, remark_on_devices, remark_on_tunnel, removed_afterwards
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
@@ -55,7 +55,7 @@ Ranks = Iterable[int] | int | str | None  # some, one, "0,2-3"; None for all
 def _close_all() -> None:
     for rank_set in list(RankSet.instances.values()):
         rank_set._forget()
-    idle_controller.close()
+    close_idle()
 
 
 @farewell.before_end
@@ -249,7 +249,7 @@ class RankSet:
 
     def _connect(self) -> bool:
         """Use the idle controller if there is one, else start one. Returns whether there was one."""
-        taken = idle_controller.take()
+        taken = take_idle()
         self._connection, self._parked = taken or Connection(), False
         self.traffic.attach(self._connection)
         return taken is not None
@@ -258,7 +258,7 @@ class RankSet:
         """Keep the controller, with its agent and template, for the next start."""
         self._connection.on_message = lambda message: None
         self._parked = True
-        idle_controller.keep(self._connection)
+        keep_idle(self._connection)
 
     def _bring_up(
         self,

@@ -17,11 +17,10 @@ from typing import Any
 from nbdist.base import limits
 from nbdist.base.ranks import describe_ranks
 from nbdist.client.base import interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.prompts import Prompts
 from nbdist.client.ranks.task_output import TaskOutput
-from nbdist.client.ranks.task_record import Carrier, TaskRecord
+from nbdist.client.ranks.task_record import Carrier, CellOptions, TaskRecord
 from nbdist.client.reports import death_report, report
 from nbdist.client.reports.stack_report import line_of
 from nbdist.errors import RankError, RankFailure, RankTimeout, SessionBroken

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.results import CellResult
 from nbdist.client.output.publisher import Publisher
 from nbdist.client.output.screen import Screen
 from nbdist.client.ranks import observers
-from nbdist.client.ranks.task_record import Carrier
+from nbdist.client.ranks.task_record import Carrier, CellOptions
 from nbdist.wire.messages.cells import Remark
 from nbdist.wire.messages.healing import Renumbered
 from nbdist.wire.messages.output import Display, Notice, Output

@@ -1,6 +1,6 @@
-"""What a notebook knows of one Execute, and what its output, its observers, and late messages need of it.
+"""What a notebook knows of one Execute: its options, how it goes, and who carries its messages.
 
-Independent of how it goes on, which is the task's. Files that a task imports import this, and not the task.
+For what observes tasks, and for what a task is made of: neither imports the task itself.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextvars
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbdist import shells
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.results import CellResult
 from nbdist.client.base.widget_proxies import WidgetProxies
 from nbdist.client.reports.death_report import Witness
@@ -19,6 +19,31 @@ from nbdist.errors import RankFailure
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Kind, Metered, Recovered, Reply
 from nbdist.wire.messages.output import Display, WidgetMessage
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """The options that are the same on all ranks of a cell.
+
+    Attributes:
+        number: The cell's number in the notebook; 0 for the running cell's.
+        offset: Lines of the notebook's cell above the code.
+        grace: Seconds that ranks may wait in a collective for one that raised; then they are freed.
+        show: Whether output is shown in the notebook.
+        keep: Whether output is kept in the task's result.
+        profile: The folder for the ranks' traces; empty for no profile.
+        setup: Whether ranks that replace dead ones run it first.
+        file: What debuggers know the cell's code by; empty while none is on.
+    """
+
+    number: int = 0
+    offset: int = 0
+    grace: float = 1.0
+    show: bool = False
+    keep: bool = False
+    profile: str = ""
+    setup: bool = False
+    file: str = ""
 
 
 class TaskRecord(ABC):

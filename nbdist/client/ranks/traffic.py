@@ -16,8 +16,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from nbdist.base.ranks import RankNames
-from nbdist.client.base.answer_streams import AnswerStreams
-from nbdist.client.base.answers import gather
+from nbdist.client.base.answers import AnswerStreams, gather
 from nbdist.client.base.widget_proxies import WidgetProxies
 from nbdist.client.ranks import observers, prompts
 from nbdist.client.ranks.task import Task

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nbdist.base.text import size
 from nbdist.client.base.results import CellResult
-from nbdist.client.output.decoders import Decoders
+from nbdist.client.output.screen import Decoders
 from nbdist.errors import UsageError
 from nbdist.wire.messages.output import LogPart
 

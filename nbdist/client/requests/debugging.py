@@ -13,8 +13,8 @@ import msgspec
 from nbdist.base import limits
 from nbdist.base.ranks import describe_ranks
 from nbdist.client.base import interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks.rank_set import Ranks, RankSet
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.errors import InteractionError, RankError, UsageError
 from nbdist.wire.questions.knowing import GetFailure, KnownFailure
 from nbdist.wire.questions.question import NoAnswer

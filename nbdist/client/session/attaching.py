@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from nbdist.base.ranks import describe_ranks, format_ranks
 from nbdist.base.text import counted, duration, size, span
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.ranks.background import rendered
 from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.ranks.task import PastOutput, Task
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.reports.report import describe_death
 from nbdist.client.start.connection import Connection, Reachable, own_place
 from nbdist.errors import NbdistError, UsageError

@@ -21,12 +21,12 @@ from nbdist.base.checks import check_seconds
 from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import counted
 from nbdist.client.base import interruption
-from nbdist.client.base.cell_options import CellOptions
 from nbdist.client.base.results import CellResult
 from nbdist.client.healing.heal import HealReport, ShrinkReport, grow, heal, shrink
 from nbdist.client.healing.on_death import heal_all, outlive
 from nbdist.client.ranks.background import BackgroundCell
 from nbdist.client.ranks.rank_set import Ranks, RankSet
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.requests.rank_requests import RankRequests
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.start import farewell

@@ -1,6 +1,7 @@
 """The kernel's connection to its controller: starts that process, sends to it, and runs the thread that listens.
 
-Handles the process and the sockets; independent of what the messages mean.
+Handles the process and the sockets, and keeps an idle controller for the next ranks; independent of what the messages
+mean.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq
 from jupyter_core.paths import jupyter_runtime_dir
 
 from nbdist import shells
+from nbdist.base.checks import is_on
 from nbdist.client.base.interruption import HEED
 from nbdist.client.start.controller_process import FoundController, OwnController
 from nbdist.errors import SessionBroken
@@ -36,6 +38,8 @@ from nbdist.wire.processes.setup import ControllerFailed, ControllerReady, Contr
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 _END_LIMIT = 3.0
 _LAST_WORDS_MS = 100
+
+_idle: Connection | None = None  # to a controller with its agent and template, so that the next ranks start at once
 
 
 @dataclass(frozen=True)
@@ -249,3 +253,41 @@ def _explaining() -> Iterator[None]:
         if error.errno in _NO_HANDLES:
             hint = "Close what the notebook has open, or type `ulimit -n 4096` in the shell before you start Jupyter."
         raise SessionBroken(f"the session could not be started: {error.strerror}. {hint}") from None
+
+
+# --- the idle controller
+
+
+def prewarm() -> None:
+    """Start a controller with its agent and template, unless there is one, so that the next session starts at once.
+
+    Does nothing with NBDIST_PREWARM=0.
+    """
+    global _idle
+    if is_on("NBDIST_PREWARM", default=True) and (_idle is None or not _idle.alive):
+        with contextlib.suppress(SessionBroken):  # `start` will report it
+            _idle = Connection(patient=True)
+
+
+def take_idle() -> Connection | None:
+    """Return the idle controller, which is no longer idle then; None if there is none."""
+    global _idle
+    if _idle is None or not _idle.alive:
+        return None
+    taken, _idle = _idle, None
+    return taken
+
+
+def keep_idle(connection: Connection) -> None:
+    """Keep a controller whose ranks have ended, unless there is an idle one already."""
+    global _idle
+    if _idle is None or not _idle.alive:
+        _idle = connection
+    else:
+        connection.close()
+
+
+def close_idle() -> None:
+    """End the idle controller."""
+    if _idle is not None:
+        _idle.close()

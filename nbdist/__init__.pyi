@@ -65,6 +65,7 @@ from .train.collective.turns import split_between_processes as split_between_pro
 from .train.collective.turns import wait_for_everyone as wait_for_everyone
 from .train.compare.replicas import check as check
 from .train.compare.replicas import sync as sync
+from .train.compare.resume import resume as resume
 from .train.data.loaders import prepare_loader as prepare_loader
 from .train.data.loaders import skip_first_batches as skip_first_batches
 from .train.estimate.estimate import estimate as estimate

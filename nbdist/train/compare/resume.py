@@ -1,6 +1,6 @@
 """How a training goes on after a dead rank was replaced: everything prepared gets the state of its last whole step.
 
-Called on all ranks by the session, in rank processes; torch is loaded there already.
+Called on all ranks, by the session after a heal or by a user; torch is loaded there already.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loader that `prepare_loader` gives: the user's own DataLoader, rank-correct, that knows where in an epoch it is.
 
-Joins the parts: which samples a rank takes is decided in sharding.py, where an epoch stands in progress.py, rank 0
-reading for all is in dispatch.py, and the way to the device in feed.py.
+Joins the parts: which samples a rank takes is decided in sharding.py, where an epoch stands in epoch_position.py,
+rank 0 reading for all is in dispatch.py, and the way to the device in feed.py.
 """
 
 from __future__ import annotations

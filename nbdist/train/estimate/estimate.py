@@ -1,7 +1,7 @@
 """What a training step will take: bytes of each rank by category, before anything is allocated.
 
-Owns what is asked and how the answer is shown. The step is made by `_estimate_child` in a process of its own, so that
-nothing of the caller's changes.
+Owns what is asked and how the answer is shown. The step is made by `child` in a process of its own, so that nothing of
+the caller's changes.
 """
 
 from __future__ import annotations

@@ -34,22 +34,20 @@ def words(error: Exception) -> str:
 def test_a_batch_is_made_smaller_where_memory_was_short(error: Exception) -> None:
     sizes = []
 
-    @batch_size.find_executable_batch_size(starting_batch_size=4)
     def train(size: int) -> None:
         sizes.append(size)
         if size > 2:
             raise error
 
-    train()
+    batch_size.find_executable_batch_size(train, starting_batch_size=4)()
     assert oom.is_out_of_memory(error) and sizes == [4, 3, 2]
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=words)
 def test_other_errors_are_passed_on(error: Exception) -> None:
-    @batch_size.find_executable_batch_size(starting_batch_size=4)
     def train(size: int) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        train()
+        batch_size.find_executable_batch_size(train, starting_batch_size=4)()
     assert not oom.is_out_of_memory(error) and oom.device_of(error) == ""

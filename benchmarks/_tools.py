@@ -150,17 +150,18 @@ def show(value: float, unit: str) -> str:
 
 def session_processes(kernel: int) -> dict[str, psutil.Process]:
     """The processes below a kernel that has a session, by role."""
-    controller = _child(psutil.Process(kernel), "nbdist.controller")
-    agent = _child(controller, "nbdist.agent")
+    controller = child(psutil.Process(kernel), "nbdist.controller")
+    agent = child(controller, "nbdist.agent")
     return {
         "kernel": psutil.Process(kernel),
         "controller": controller,
         "agent": agent,
-        "template": _child(agent, "nbdist.agent.forks.template"),
+        "template": child(agent, "nbdist.agent.forks.template"),
     }
 
 
-def _child(parent: psutil.Process, word: str) -> psutil.Process:
+def child(parent: psutil.Process, word: str) -> psutil.Process:
+    """The child of a process whose command line has a word."""
     return next(child for child in parent.children() if word in " ".join(child.cmdline()))
 
 

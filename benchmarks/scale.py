@@ -37,7 +37,7 @@ def main() -> None:
 
 def _measure(nodes: int) -> None:
     from nbdist import RankError
-    from nbdist.client.session.session import Session, rank_set_of
+    from nbdist.client.session.session import Session
 
     stub: list[subprocess.Popen[str]] = []
 
@@ -48,7 +48,7 @@ def _measure(nodes: int) -> None:
     began = time.perf_counter()
     with Session(RANKS, num_nodes=nodes, master_addr="127.0.0.1", init=False, progress=progress) as session:
         up = time.perf_counter() - began
-        controller = psutil.Process(rank_set_of(session)._connection._process.pid)
+        controller = _tools.child(psutil.Process(), "nbdist.controller")
 
         def fail() -> None:
             try:

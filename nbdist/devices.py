@@ -13,11 +13,11 @@ from typing import Any
 
 from nbdist.metrics.node.driver import ask_once, mig_instances
 
-_DEVICES = Path("/dev")
+DEVICES = Path("/dev")
 _FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu", "kfd")  # of NVIDIA's driver, of WSL, Jetson, ROCm
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _COUNT = "import torch; print(torch.cuda.device_count())"
-_DRIVER_LIMIT = 60.0  # seconds: without persistence the driver initializes each GPU first
+DRIVER_LIMIT = 60.0  # seconds: without persistence the driver initializes each GPU first
 _COUNT_LIMIT = 120.0  # seconds: torch may come over a slow network
 
 _WITHOUT_PEER_ACCESS = "RTX 40"
@@ -33,7 +33,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     uncut: list[str] = []
-    if listed is None and (cut := ask_once(_names_of_cut, uncut, _DRIVER_LIMIT)):
+    if listed is None and (cut := ask_once(_names_of_cut, uncut, DRIVER_LIMIT)):
         return cut
     count = _count()
     if listed is None:
@@ -75,7 +75,7 @@ def nccl_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str
         Environment variables for ranks; empty for other GPUs and newer drivers.
     """
     unknown: tuple[list[str], str] = ([], "")
-    names, driver = ask_once(_names_and_version, unknown, _DRIVER_LIMIT)
+    names, driver = ask_once(_names_and_version, unknown, DRIVER_LIMIT)
     if len(names) < 2 or not any(_WITHOUT_PEER_ACCESS in name for name in names):
         return {}
     parts = tuple(int(part) for part in driver.split(".") if part.isdigit())
@@ -103,7 +103,7 @@ def unusable_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _device_files() -> list[Path]:
-    return sorted(path for pattern in _FILES for path in _DEVICES.glob(pattern))
+    return sorted(path for pattern in _FILES for path in DEVICES.glob(pattern))
 
 
 def _count() -> int:
@@ -111,12 +111,12 @@ def _count() -> int:
 
     The management library is missing in containers without the driver's "utility" capability, on Jetson and with ROCm.
     """
-    count = ask_once(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0, _DRIVER_LIMIT)
-    return count if count or not _device_files() else _count_by_torch()
+    count = ask_once(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0, DRIVER_LIMIT)
+    return count if count or not _device_files() else count_by_torch()
 
 
 @functools.cache
-def _count_by_torch() -> int:
+def count_by_torch() -> int:
     """Return what PyTorch counts, in a process of its own, since counting initializes CUDA; 0 if it can't."""
     environment = {name: value for name, value in os.environ.items() if name not in _LISTS}
     command = [sys.executable, "-c", _COUNT]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist import RankError, RankTimeout, Session
+from nbdist.client.session.session import rank_set_of
 
 # How the model is made distributed, and on how many ranks.
 WRAPPERS = {
@@ -371,7 +372,7 @@ class Training:
         found.text = "\n".join(render()) if render is not None else f"{type(error).__name__}: {error}"
         if error is None:
             return
-        if len(self._session._rank_set.living()) < self._size:
+        if len(rank_set_of(self._session).living()) < self._size:
             found.wrong = LOST
         elif isinstance(error, RankTimeout):
             found.wrong = f"{HANGS}: no end after {_LIMIT:g} s"

@@ -16,9 +16,9 @@ from nbdist.agent.live_region import LiveOutput
 from nbdist.wire.messages.output import END, OUTPUT_WINDOW, STDERR, Output
 
 _READ = 1 << 17
-_COALESCE = 0.05  # seconds between messages of a stream that keeps printing
+COALESCE = 0.05  # seconds between messages of a stream that keeps printing
 _HOLD = 1.0  # seconds for which lines are held that may be drawn again
-_LINE_END = 0.005  # seconds that the start of a line waits for its end: print writes them one after the other
+LINE_END = 0.005  # seconds that the start of a line waits for its end: print writes them one after the other
 _STDERR_TAIL = 1 << 14
 _MARK_LENGTH = 128  # maximum length of a mark in bytes
 _MARK = re.compile(rb"(\d{1,18});(-?\d{1,18})")  # after its token
@@ -154,7 +154,7 @@ class PipeReader:
         if rest.endswith(b"\n") and not pipe.live.may_go_on_below(rest):
             pipe.due = pipe.free
         elif pipe.descriptor not in self._waiting:
-            pipe.due = max(pipe.free, now + _LINE_END)
+            pipe.due = max(pipe.free, now + LINE_END)
         if now >= pipe.due or len(rest) >= _READ:
             yield self._send(pipe, now)
         else:
@@ -188,7 +188,7 @@ class PipeReader:
         The end of that line may arrive in a moment, and would otherwise wait for the next message.
         """
         self._waiting.pop(pipe.descriptor, None)
-        pipe.free = now + _COALESCE
+        pipe.free = now + COALESCE
         size = self._whole(pipe.rest)
         lines = pipe.rest.rfind(b"\n", 0, size) + 1
         if 0 < lines < size and not pipe.live.is_drawn_by(pipe.rest[lines:size]):

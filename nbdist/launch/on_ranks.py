@@ -125,13 +125,13 @@ def start(rank_set: RankSet, request: Request, place: Place | None = None, fork_
     own_store = (place is None or not place.master_addr) and request.nodes is None
     port = _port(request) if own_store else 0
     try:
-        rank_set.start(options(request, place, port, fork_address), _progress, request.nodes)
+        rank_set.start(options(request, place, port, fork_address), show_progress, request.nodes)
     except PortTaken as error:
         if not port:
             raise
         if port != DEFAULT_PORT:
             raise UsageError(f"use_port: {error}") from None
-        rank_set.start(options(request, place, 0, fork_address), _progress)
+        rank_set.start(options(request, place, 0, fork_address), show_progress)
 
 
 def _port(request: Request) -> int:
@@ -167,7 +167,7 @@ def values(rank_set: RankSet, task: Task, request: Request) -> list[Any]:
     return found if request.all_results else found[:1]
 
 
-def _progress(line: StartLine) -> None:
+def show_progress(line: StartLine) -> None:
     """Report what takes long."""
     if line.stage != "join":
         print(f"nbdist: {line}", flush=True)

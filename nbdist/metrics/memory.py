@@ -249,7 +249,7 @@ class _Devices:
             for path, begin, now in zip((_ALLOCATED, _RESERVED), start, end, strict=True)
         )
         device = Usage(wide, wide_end, max(wide, wide_end), True) if wide is not None and wide_end is not None else None
-        return DeviceUsage(allocated, reserved, device, _uuid(index))
+        return DeviceUsage(allocated, reserved, device, uuid_of(index))
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -281,7 +281,8 @@ def _in_use_by_anybody(index: int) -> int:
 
 
 @functools.cache
-def _uuid(index: int) -> str:
+def uuid_of(index: int) -> str:
+    """Return the UUID of a GPU that torch numbers."""
     return device.uuid(sys.modules["torch"].cuda, index)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _WINDOW = 512  # steps, at most
 _WINDOW_STEPS, _WINDOW_SECONDS = 10, 5.0  # of a sample: whichever is more
-_LAP = 4096  # steps of a lap that are kept; of those before there are sums
+LAP = 4096  # steps of a lap that are kept; of those before there are sums
 
 _PASSES = 1000  # of one step, at most
 _SHAPES = 1024  # whose usual time is remembered
@@ -499,7 +499,7 @@ class StepMeter:
 
     def _keep_in_lap(self, step: TimedStep) -> None:
         self._since_lap.append(step)
-        if len(self._since_lap) > _LAP:
+        if len(self._since_lap) > LAP:
             oldest = self._since_lap.popleft()
             self._earlier.add(oldest, self._counts.known.get(oldest.shape))
 
@@ -545,10 +545,10 @@ class StepMeter:
         if found != self._device:
             self._read_steps()
             self._device, self._on_gpu = found, found.type == "cuda"
-            self._clock = DeviceClock(lambda: _recorded_event(found)) if self._on_gpu else HostClock()
+            self._clock = DeviceClock(lambda: recorded_event(found)) if self._on_gpu else HostClock()
 
 
-def _recorded_event(device: torch.device) -> torch.cuda.Event:
+def recorded_event(device: torch.device) -> torch.cuda.Event:
     """Return an event in the stream of the device that trains, which need not be the current one."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))

@@ -16,7 +16,7 @@ from nbdist.errors import TransferError
 from nbdist.transfer.parcels import torch_if_imported
 
 _SEARCH_SECONDS = 1.0
-_SEARCH_OBJECTS = 100_000
+SEARCH_OBJECTS = 100_000
 _SEARCH_DEPTH = 64
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 
@@ -99,7 +99,7 @@ def _walk(root: object, name: str) -> Iterator[tuple[object, str]]:
     while queue:
         obj, path, depth = queue.popleft()
         for step, part in _parts(obj):
-            if len(seen) > _SEARCH_OBJECTS or time.monotonic() > deadline:
+            if len(seen) > SEARCH_OBJECTS or time.monotonic() > deadline:
                 return
             if id(part) in seen or type(part) in _ATOMS:
                 continue

@@ -330,10 +330,12 @@ def test_a_failed_asynchronous_save_tells_its_handle(two: Kernel, tmp_path: Path
 
 # Rank 0's thread is in a collective by then: else nothing of the save is cut, and it is completed later.
 BARRIER_WHILE_A_SAVE_WAITS = """
-import sys, time, traceback
+import sys, threading, time, traceback
+
+(writer,) = (thread for thread in threading.enumerate() if thread.name.startswith("nbdist saves"))
 
 def place():
-    return str(traceback.extract_stack(sys._current_frames()[save._thread.ident]))
+    return str(traceback.extract_stack(sys._current_frames()[writer.ident]))
 
 if rank == 0:
     while "distributed_c10d" not in place():

@@ -123,8 +123,8 @@ def test_a_death_in_a_background_cell_is_shown_below_it_and_raised_by_wait(own: 
     wait = f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
     own.ok(f"%%distributed --background -r 1 --capture later\n{wait}\nos._exit(3)")
     gate.touch()
-    living = "__import__('nbdist').get_session()._rank_set.living()"
-    wait_until(lambda: own.value(living) == [0], "the death to be known")
+    states = "[row['state'] for row in __import__('nbdist').get_session().status()]"
+    wait_until(lambda: own.value(states) == ["idle", "dead"], "the death to be known")
     wait_until(lambda: own.value("later[1].error is not None"), "the failure")
     assert "exit code 3" in own.value("later[1].error.text")
 

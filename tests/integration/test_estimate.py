@@ -20,7 +20,7 @@ from torch import nn
 from nbdist.errors import NbdistError, UsageError
 from nbdist.plan import Plan
 from nbdist.train.estimate.child import answer_to
-from nbdist.train.estimate.estimate import Estimate, _packed, estimate, estimate_each
+from nbdist.train.estimate.estimate import Estimate, estimate, estimate_each, packed
 from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
 from testbed.kernel import Kernel
 from testbed.train_estimate import SHAPES, ConvNet, Gpt, Mlp, Untied
@@ -60,12 +60,12 @@ def held(
 
 
 def answered(task: TrialTask, on_gpu: bool = False) -> dict[str, Any]:
-    return answer_to(TrialSetup(NONE, world_size=1, has_group=False, on_gpu=on_gpu), _packed(task))
+    return answer_to(TrialSetup(NONE, world_size=1, has_group=False, on_gpu=on_gpu), packed(task))
 
 
 def told(model: Any, batch: Any, plans: Sequence[Plan], world_size: int = 1) -> list[dict[str, Any]]:
     """What that process would tell of a model and plans, in this process."""
-    task = _packed(TrialTask(model, batch, torch.optim.AdamW, None))
+    task = packed(TrialTask(model, batch, torch.optim.AdamW, None))
     setups = [TrialSetup(plan, world_size=world_size, has_group=world_size > 1, on_gpu=False) for plan in plans]
     return [answer_to(setup, task) for setup in setups]
 
@@ -107,7 +107,7 @@ def test_the_embedding_and_the_head_are_estimated_as_they_are_gathered(training:
 
 def test_an_optimizer_that_updates_all_tensors_at_once_takes_temporary_memory_of_shards() -> None:
     """As on a GPU, where AdamW does so; its square roots are one shard."""
-    task = _packed(TrialTask(Mlp(512, 8), (8, 512), torch.optim.AdamW, None))
+    task = packed(TrialTask(Mlp(512, 8), (8, 512), torch.optim.AdamW, None))
     setup = TrialSetup(Plan(strategy="fsdp"), world_size=2, has_group=True, on_gpu=True)
     found = answer_to(setup, task)["held"]
     assert found["temporary"] == pytest.approx(found["parameters"], rel=0.1)

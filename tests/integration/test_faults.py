@@ -54,7 +54,9 @@ def _restore(kernel: Kernel) -> None:
 
 
 def _living(kernel: Kernel) -> list[int]:
-    return list(kernel.value("__import__('nbdist').get_session()._rank_set.living()"))
+    return list(
+        kernel.value("__import__('tests.support.inside').support.inside.living(__import__('nbdist').get_session())")
+    )
 
 
 def _gone(files: set[str]) -> None:

@@ -249,8 +249,9 @@ for trial in range(30):
 
 PRESS_WHEN_DONE = """
 import nbdist, os, signal, threading, time
+from tests.support.inside import traffic_of
 os.environ["JPY_SESSION_NAME"] = "a notebook"
-traffic = nbdist.get_session()._rank_set.traffic
+traffic = traffic_of(nbdist.get_session())
 def press():
     while not traffic.running([0]): time.sleep(0.001)
     traffic.wait_free([0], 30)

@@ -50,8 +50,8 @@ def test_the_log_gives_all_of_it(flooded: Kernel) -> None:
 
 
 def test_the_last_lines_are_read_without_holding_the_rest(flooded: Kernel) -> None:
-    flooded.ok("from nbdist.client.reports.logs import CellLog")
-    flooded.ok("tail, log = [], CellLog(session._rank_set.traffic.read_log, result)")
+    flooded.ok("from nbdist.client.reports.logs import CellLog\nfrom tests.support.inside import traffic_of")
+    flooded.ok("tail, log = [], CellLog(traffic_of(session).read_log, result)")
     flooded.ok("grown = growth(lambda: tail.extend(log.lines([0], tail=2)))")
     assert flooded.value("''.join(tail)") == f"[0] {LINES - 2:099999d}\n[0] {LINES - 1:099999d}\n"
     assert flooded.value("grown") < 40 * MB

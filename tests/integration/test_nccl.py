@@ -27,9 +27,10 @@ ASK = """
 import nbdist
 from nbdist.wire.questions.knowing import GetMemory, GetMetrics
 from nbdist.wire.questions.stopping import GetStack
+from tests.support import inside
 session = nbdist.get_session()
 def ask(question):
-    return session._rank_set.traffic.ask([0, 1], question(), timeout=30)
+    return inside.ask(session, question())
 """
 RIGHT = """%%distributed
 x = torch.ones(1)

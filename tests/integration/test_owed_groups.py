@@ -34,7 +34,11 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
 
 
 def generation(kernel: Kernel) -> int:
-    return int(kernel.value("session._rank_set.generation"))
+    return int(kernel.value("session.status()[0]['generation']"))
+
+
+def state(kernel: Kernel, rank: int) -> str:
+    return str(kernel.value(f"session.status()[{rank}]['state']"))
 
 
 def start_failing(
@@ -43,7 +47,7 @@ def start_failing(
     """A cell on ranks 0 and 1 in the background, which rank 1 has finished and which fails on rank 0 at the gate."""
     code = f"if rank == 0:\n    wait_for({str(gate)!r})\n    {before}\n    raise ValueError('boom')"
     kernel.ok(f"failing = session.run_in_background({code!r}, ranks=[0, 1], show=False)")
-    wait_until(lambda: not kernel.value("1 in session._rank_set.traffic.running([1])"), "rank 1 to finish")
+    wait_until(lambda: state(kernel, 1) == "idle", "rank 1 to finish")
 
 
 def fail(kernel: Kernel, gate: Path) -> str:
@@ -110,7 +114,7 @@ def test_a_rank_that_has_failed_can_be_used_while_its_cell_runs_on_elsewhere(ker
     code = f"if rank == 0:\n    {enter}\n    1/0\nwait_for({str(end)!r})"
     kernel.ok("%%distributed\npair = dist.new_group([0, 2])")
     kernel.ok(f"failing = session.run_in_background({code!r}, ranks=[0, 1], show=False)")
-    wait_until(lambda: not kernel.value("0 in session._rank_set.traffic.running([0])"), "rank 0 to fail")
+    wait_until(lambda: state(kernel, 0) == "idle", "rank 0 to fail")
     assert "[0,2] 2" in kernel.ok("%%distributed -r 0,2\ntotal(pair)").plain
     end.touch()
     kernel.fails("failing.wait(20)", "RankError")

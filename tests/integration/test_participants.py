@@ -59,10 +59,10 @@ def test_what_all_ranks_must_call_is_refused_at_once_in_a_cell_on_some(two: Kern
 
 def test_a_rank_that_is_late_is_named_and_waited_for(two: Kernel, tmp_path: Path) -> None:
     late = (
-        "meeting._REPORT_AFTER = 0.1\n"
+        "meeting.REPORT_AFTER = 0.1\n"
         f"while rank == 0 and not pathlib.Path('{tmp_path}/go').exists(): time.sleep(0.01)\n"
         f"nbdist.save_state('{tmp_path}/saved')\n"
-        "meeting._REPORT_AFTER = 30.0"
+        "meeting.REPORT_AFTER = 30.0"
     )
     cell = two.start(f"%%distributed\n{late}")
     cell.wait_for("nbdist: save_state has waited 0.1 s for rank 0 and gives up after 1800 s")

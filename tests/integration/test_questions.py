@@ -31,9 +31,10 @@ ASK = """
 import msgspec, nbdist
 from nbdist.wire.questions.knowing import GetMemory, GetMetrics, Inspect
 from nbdist.wire.questions.stopping import GetStack
+from tests.support import inside
 session = nbdist.get_session()
 def ask(question, *, timeout=30):
-    answers = session._rank_set.traffic.ask([0, 1], question, timeout=timeout)
+    answers = inside.ask(session, question, timeout)
     return {rank: msgspec.structs.asdict(answer) for rank, answer in answers.items()}
 def inspect(name, **keywords):
     return ask(Inspect(name, 0), **keywords)

@@ -85,15 +85,17 @@ FAILING_OBSERVER = """
 import threading
 from nbdist.client.ranks import observers
 from nbdist.wire.questions.questions import WatchNodes
+from tests.support.inside import traffic_of
 session, called = nbdist.Session(1), threading.Event()
+traffic = traffic_of(session)
 class Failing(observers.Observer):
     def node_looked_at(self, traffic, look):
         called.set()
         raise LookupError("in the listening thread")
 stop = observers.subscribe(Failing())
-session._rank_set.traffic.send(WatchNodes(0.25))
+traffic.send(WatchNodes(0.25))
 assert called.wait(20)
-session._rank_set.traffic.send(WatchNodes(0.0))
+traffic.send(WatchNodes(0.0))
 stop()
 """
 

@@ -135,7 +135,7 @@ FORKS = {
     "if pid == 0:\n    (lambda leave: [atexit._run_exitfuncs(), leave(0)])(os._exit)\n"
     "assert os.waitpid(pid, 0)[1] == 0",
     "a child that closes the session": "import nbdist, os\npid = os.fork()\n"
-    "if pid == 0:\n    nbdist.get_session()._rank_set._connection.close()\n    os._exit(0)\n"
+    "if pid == 0:\n    nbdist.get_session().close()\n    os._exit(0)\n"
     "assert os.waitpid(pid, 0)[1] == 0",
 }
 

@@ -130,7 +130,7 @@ net.register_buffer("flags", torch.rand(7) > 0.5)
 first = net.weight.data
 materialize.take_from_rank_0(net.modules())
 sums = nbdist.gather_object([[tensor.double().sum().item() for tensor in net.state_dict().values()]])
-first.numel() * 4 > materialize._BUCKET, sums[0] == sums[1], net.weight.data is not None and net.weight.stride()"""
+first.numel() * 4 > materialize.BUCKET, sums[0] == sums[1], net.weight.data is not None and net.weight.stride()"""
     assert value(ranks, code) == "(True, True, (1, 9216))"
 
 

@@ -160,11 +160,11 @@ def test_a_rank_one_collective_ahead_does_not_make_the_next_sum_wrong(ranks: Ker
 
 
 def test_after_a_failure_with_nothing_amiss_nothing_is_said_or_rebuilt(ranks: Kernel) -> None:
-    before = ranks.value("__import__('nbdist').get_session()._rank_set.generation")
+    before = ranks.value("__import__('nbdist').get_session().status()[0]['generation']")
     outcome = ranks.run("%%distributed\nimport torch, torch.distributed as dist\ndist.barrier()\n1/0")
     assert outcome.ename == "RankError"
     assert "nbdist:" not in outcome.traceback
-    assert ranks.value("nbdist.get_session()._rank_set.generation") == before
+    assert ranks.value("nbdist.get_session().status()[0]['generation']") == before
 
 
 @pytest.mark.torch_private

@@ -18,6 +18,7 @@ import zmq
 
 import nbdist
 from nbdist import Session
+from nbdist.client.session.session import rank_set_of
 from nbdist.wire.base.keys import Keys, read_key_file
 from nbdist.wire.frames import AnyMessage
 from nbdist.wire.messages.cells import Execute, Interrupt
@@ -172,7 +173,7 @@ def tell_as_a_rank(seed: int, count: int) -> None:
 def tell(seed: int, session: Session, count: int) -> None:
     """Tell `count` lies of each kind, the same for the same seed."""
     rng = random.Random(seed)
-    connection = session._rank_set._connection
+    connection = rank_set_of(session)._connection
     keys = read_key_file(connection.key_file)
     port = int(keys.url.rpartition(":")[2])
     for _ in range(count):
@@ -180,9 +181,10 @@ def tell(seed: int, session: Session, count: int) -> None:
     with zmq.Context() as context:
         for _ in range(0, count, 20):
             tell_as_a_friend(rng, context, keys, min(count, 20))
-    assert connection._commands is not None
+    commands = connection._commands
+    assert commands is not None
     for _ in range(count):
-        connection._commands.send(lie(rng, b"client"))
+        commands.send(lie(rng, b"client"))
     session.call(tell_as_a_rank, seed, count, ranks=0)
 
 

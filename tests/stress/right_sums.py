@@ -21,6 +21,7 @@ from collections import Counter
 import nbdist
 from nbdist.client.base.results import CellResult
 from nbdist.client.ranks.background import BackgroundCell
+from nbdist.client.session.session import rank_set_of
 
 _LIMIT = 30.0  # seconds after which a cell counts as hanging
 _GRACE = 0.3
@@ -256,14 +257,14 @@ def main() -> None:
     with nbdist.Session(given.ranks) as session, contextlib.closing(Sequences(session, given.seed)) as sequences:
         for number in range(given.count):
             sequences.run()
-            if session._rank_set.generation > 150:
-                rebuilt += session._rank_set.generation - 1
+            if rank_set_of(session).generation > 150:
+                rebuilt += rank_set_of(session).generation - 1
                 sequences.renew()
             if number % 25 == 24:
                 print(
                     f"{number + 1} sequences, {time.monotonic() - began:.0f} s, {dict(sequences.outcomes)}", flush=True
                 )
-        print(f"process groups were rebuilt {rebuilt + session._rank_set.generation - 1} times")
+        print(f"process groups were rebuilt {rebuilt + rank_set_of(session).generation - 1} times")
 
 
 if __name__ == "__main__":

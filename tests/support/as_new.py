@@ -36,8 +36,7 @@ def remember() -> None:
 
 def await_reports() -> None:
     """Until the reports of ranks' deaths are written: they ask the session for what it knows."""
-    for thread in list(death_report._writing):
-        thread.join(_PATIENCE)
+    death_report.finish(_PATIENCE)
 
 
 def changes() -> list[str]:
@@ -57,12 +56,13 @@ def changes() -> list[str]:
 def _forget() -> None:
     _shell().reset(new_session=True)
     history.history().clear()
-    session_plan._kept = None
+    session_plan.chosen_plan = None
 
 
 def _facts() -> dict[str, Any]:
     shell = _shell()
     magics = shell.magics_manager.registry["DistributedMagics"]
+    costs = magics._costs
     return {
         "names": sorted(shell.user_ns),
         "environment": dict(os.environ),
@@ -86,7 +86,7 @@ def _facts() -> dict[str, Any]:
         "transformers": [shell.input_transformers_cleanup, shell.input_transformers_post, shell.ast_transformers],
         "magics": {kind: sorted(names) for kind, names in shell.magics_manager.magics.items()},
         "comms": len(shell.kernel.comm_manager.comms),
-        "switches": [magics.auto, magics._costs.memory.mode, magics._costs.steps.on, magics._costs._panel],
+        "switches": [magics.auto, costs.memory.mode, costs.steps.on, costs._panel],
         "observers": len(observers._observers),
     }
 

@@ -95,7 +95,7 @@ def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
 
 
 _HEALTHY = (
-    "(lambda s: bool(s) and not s.closed and len(s._rank_set.living()) == len(s.ranks) == 2)"
+    "(lambda s: bool(s) and not s.closed and [row['state'] == 'dead' for row in s.status()] == [False] * 2)"
     "(__import__('nbdist').client.session.current.current_session())"
 )
 

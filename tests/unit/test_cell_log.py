@@ -57,7 +57,7 @@ def test_a_search_finds_all_lines_of_a_rank_with_the_words(kept: list[Record], p
 
 
 def test_a_search_that_finds_much_pauses_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_SEARCH_CHARACTERS", 10)
+    monkeypatch.setattr(logs, "SEARCH_CHARACTERS", 10)
     log = log_of([(0, STDOUT, b"some line\n")] * 5)
     first, following = log.search(0, "some")
     assert following is not None

@@ -81,7 +81,7 @@ def test_an_abort_that_takes_its_time_does_not_hold_up_the_thread_that_asks_for_
 def test_a_group_is_renewed_although_its_abort_does_not_end(
     group: Group, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RENEWAL_LIMIT", timedelta(seconds=0.1))
+    monkeypatch.setattr(module, "RENEWAL_LIMIT", timedelta(seconds=0.1))
     old = group._backend
     old.abort_can_end.clear()
     collectives.renew(2, ["0"], [], 1)

@@ -75,7 +75,7 @@ print(sum(type(finder).__module__ == "nbdist.base.imports" for finder in sys.met
 import torch
 cuda_guard.arm()
 print(sum(type(finder).__module__ == "nbdist.base.imports" for finder in sys.meta_path))
-print(sum(call is cuda_guard._note for call, _ in torch.cuda._queued_calls))
+print(sum(call.__module__ == 'nbdist.cuda_guard' for call, _ in torch.cuda._queued_calls))
 print(vars(torch.cuda.__loader__).keys() & {"exec_module"} or "loader as it was", torch.cuda.is_initialized())
 """
     assert program(packages, code) == ["1", "0", "1", "loader as it was False"]
@@ -326,7 +326,7 @@ def test_a_driver_that_never_answers_holds_up_no_launch(monkeypatch: pytest.Monk
     state = seen_by_nvml([2**30])
     state["seconds"], driver = 1e6, FakeNvml(state)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr("nbdist.metrics.node.driver._PATIENCE", 0.1)
+    monkeypatch.setattr("nbdist.metrics.node.driver.PATIENCE", 0.1)
     assert cuda_guard.memory_warning() is None
     state["seconds"] = 0.0  # now it answers: who has asked gets it late
     wait_until(lambda: driver.calls > 0 and not driver.opened, "the driver to be let go of")

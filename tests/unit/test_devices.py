@@ -77,7 +77,7 @@ def test_a_driver_that_does_not_work_counts_as_none(nvml: FakeNvml, call: str) -
 
 
 def test_a_driver_that_never_answers_counts_as_none(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_DRIVER_LIMIT", 0.1)
+    monkeypatch.setattr(devices, "DRIVER_LIMIT", 0.1)
     nvml.state["seconds"] = 1e9
     assert visible_gpus({}) == []
     nvml.state["seconds"] = 0.0
@@ -121,16 +121,16 @@ def test_what_the_user_has_said_of_links_stays(nvml: FakeNvml) -> None:
 @pytest.fixture
 def device_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder of a machine's device files. In it is a PyTorch, too, which counts as many GPUs as `count` says."""
-    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "DEVICES", tmp_path)
     (tmp_path / "torch.py").write_text(
         "import os, pathlib, types\n"
         "counted = int((pathlib.Path(__file__).parent / 'count').read_text())\n"
         "cuda = types.SimpleNamespace(device_count=lambda: 0 if 'CUDA_VISIBLE_DEVICES' in os.environ else counted)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    devices._count_by_torch.cache_clear()
+    devices.count_by_torch.cache_clear()
     yield tmp_path
-    devices._count_by_torch.cache_clear()
+    devices.count_by_torch.cache_clear()
 
 
 @pytest.mark.parametrize("file", ["nvidia0", "dxg", "kfd", "nvhost-gpu"])

@@ -85,7 +85,7 @@ def test_a_parameter_of_a_class_of_its_own_is_moved_with_what_is_inside() -> Non
     layer = nn.Linear(4, 4, bias=False, device="cpu")
     layer.weight = nn.Parameter(TwoTensor(torch.ones(4, 4, device="cpu"), torch.ones(4, 4, device="cpu")))
     parameter = layer.weight
-    strategies._move_own([layer], torch.device("meta"))
+    strategies.move_own([layer], torch.device("meta"))
     assert layer.weight is parameter
     assert {parameter.device.type, parameter.a.device.type, parameter.b.device.type} == {"meta"}  # type: ignore[attr-defined]
 

@@ -110,7 +110,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forking]:
 
 def test_a_rank_that_a_notebook_forks_is_replaced_when_it_is_stuck(forking: Forking) -> None:
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
-    assert forker._start(process) is None
+    assert forker.start_process(process) is None
     assert os.waitstatus_to_exitcode(os.waitpid(process.pid or 0, 0)[1]) == 7
     assert len(forking.stuck) == 1
 

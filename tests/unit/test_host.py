@@ -25,8 +25,8 @@ def cgroups(monkeypatch: pytest.MonkeyPatch, root: Path, own: str, **folders: di
         for name, value in files.items():
             (place / name).write_text(f"{value}\n")
     (root / "own").write_text(f"{own}\n")
-    monkeypatch.setattr(host, "_CGROUPS", root)
-    monkeypatch.setattr(host, "_OWN_CGROUPS", root / "own")
+    monkeypatch.setattr(host, "CGROUPS", root)
+    monkeypatch.setattr(host, "OWN_CGROUPS", root / "own")
 
 
 def limited(limit: object, used: int = 0, cached: int = 0) -> dict[str, object]:
@@ -74,7 +74,7 @@ def test_the_first_version_of_cgroups_counts_too(tmp_path: Path, monkeypatch: py
 
 
 def test_without_cgroups_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "nothing")
+    monkeypatch.setattr(host, "OWN_CGROUPS", tmp_path / "nothing")
     assert host.memory()[0] == TOTAL
 
 

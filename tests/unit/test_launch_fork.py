@@ -147,7 +147,7 @@ def test_an_exit_without_an_error_is_an_end_like_another() -> None:
 
 
 def test_the_plan_that_was_typed_counts_in_the_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.client.start.session_plan._kept", nbdist.Plan(precision="bf16"))
+    monkeypatch.setattr("nbdist.client.start.session_plan.chosen_plan", nbdist.Plan(precision="bf16"))
     assert in_process.launch(Request(lambda: nbdist.Plan.from_environment().precision, num_processes=1)) == ["bf16"]
 
 

@@ -272,10 +272,10 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     """One with two GPUs of 80 bytes, the second without a context of this process."""
     stand_in = Torch("GPU-uuid-0", "GPU-uuid-1")
     monkeypatch.setitem(sys.modules, "torch", stand_in)
-    monkeypatch.setattr(watermarks, "_shared", None)
-    memory._uuid.cache_clear()
+    monkeypatch.setattr(watermarks, "shared_devices", None)
+    memory.uuid_of.cache_clear()
     yield stand_in
-    memory._uuid.cache_clear()
+    memory.uuid_of.cache_clear()
 
 
 def test_a_gpu_is_measured_by_what_torch_allocates_reserves_and_what_the_whole_device_has(torch: Torch) -> None:

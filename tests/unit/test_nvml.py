@@ -60,7 +60,7 @@ def test_the_energy_of_a_cell_so_short_that_the_counter_may_be_late_is_not_known
     state = machine()
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(state))
     monkeypatch.setitem(sys.modules, "torch.cuda", Torch("GPU-00000000").cuda)
-    monkeypatch.setattr(energy, "_SHORTEST", shortest)
+    monkeypatch.setattr(energy, "SHORTEST", shortest)
     spending = Spending()
     spending.begin()
     state["gpus"][0]["energy"] = 7_000

@@ -179,7 +179,7 @@ def test_memory_that_cuda_itself_could_not_have_is_explained_too(driver: FakeNvm
 
 
 def test_a_driver_that_never_answers_holds_up_no_explanation(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.metrics.node.driver._PATIENCE", 0.1)
+    monkeypatch.setattr("nbdist.metrics.node.driver.PATIENCE", 0.1)
     driver.state["gpus"][0]["seconds"] = 30.0
     began = driver.calls
     assert "outside torch 12.0 GiB contexts, libraries and other processes" in explained()

@@ -245,7 +245,7 @@ def test_nothing_is_left_of_a_session_that_has_ended(log: OutputLog) -> None:
 def test_a_cell_that_printed_long_ago_is_forgotten_before_the_index_grows(
     log: OutputLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbdist.controller.base.outputlog._CELLS", 10)
+    monkeypatch.setattr("nbdist.controller.base.outputlog.CELLS", 10)
     for serial in range(1, 20):
         log.write(serial, serial, 0, 1, b"%d" % serial)
     assert read(log, 9) is None

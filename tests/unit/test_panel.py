@@ -401,7 +401,7 @@ def test_a_page_may_have_the_peak_measured(source: Source, monkeypatch: pytest.M
 
     from nbdist.metrics.rates import peaks
 
-    monkeypatch.setattr(peaks, "_measured", {})
+    monkeypatch.setattr(peaks, "measured_peaks", {})
     told: list[PanelNews] = []
     Feed(told.append, lambda: None, source=source).hear(MeasurePeak())
     (note,) = told
@@ -416,7 +416,7 @@ def test_a_page_has_the_peak_measured_in_what_its_steps_compute_in(
 
     from nbdist.metrics.rates import peaks
 
-    monkeypatch.setattr(peaks, "_measured", {})
+    monkeypatch.setattr(peaks, "measured_peaks", {})
     feed = Feed(lambda message: None, lambda: None, source=source)
     feed.show()
     steps = StepSample(seconds=0.1, flops=1e9, without_peak=["bf16", "fp8"])  # fp8 is not measured, so it is left out

@@ -128,10 +128,10 @@ def test_mixed_work_has_the_peak_of_its_parts_one_after_the_other() -> None:
 def test_a_gpu_that_is_too_full_to_be_measured_is_told_with_what_helps() -> None:
     import torch
 
-    assert matmul_rate._sizes(80 << 30, torch.bfloat16) == [2048, 4096, 8192, 16384]
-    assert matmul_rate._sizes(500 << 20, torch.bfloat16) == [2048, 4096]
+    assert matmul_rate.sizes_with_room(80 << 30, torch.bfloat16) == [2048, 4096, 8192, 16384]
+    assert matmul_rate.sizes_with_room(500 << 20, torch.bfloat16) == [2048, 4096]
     with pytest.raises(UsageError, match=r"10.0 MiB free.*%distributed free"):
-        matmul_rate._sizes(10 << 20, torch.bfloat16)
+        matmul_rate.sizes_with_room(10 << 20, torch.bfloat16)
 
 
 PRECISION = """
@@ -195,7 +195,7 @@ def test_convolutions_and_rnns_have_switches_of_their_own() -> None:
 def test_what_is_measured_on_cuda_is_of_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank on cuda:3, on a machine without GPUs."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(peaks, "_measured", {})
+    monkeypatch.setattr(peaks, "measured_peaks", {})
     monkeypatch.setattr(peaks, "stated", lambda device, dtype: None)
     peaks.note(torch.device("cuda"), "bf16", 120.0)
     found = peaks.known(torch.device("cuda:3"), "bf16")

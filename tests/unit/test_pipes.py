@@ -92,8 +92,8 @@ def test_text_and_marks_come_out_in_order_however_they_are_cut(
     outputs: list[Output] = []
     with (
         reading() as (reader, write),
-        mock.patch.object(pipes, "_COALESCE", pause),
-        mock.patch.object(pipes, "_LINE_END", pause),
+        mock.patch.object(pipes, "COALESCE", pause),
+        mock.patch.object(pipes, "LINE_END", pause),
     ):
         for size in [*cuts, len(data)]:
             os.write(write, data[:size])
@@ -104,7 +104,7 @@ def test_text_and_marks_come_out_in_order_however_they_are_cut(
 
 
 def test_a_line_goes_out_as_soon_as_it_is_complete() -> None:
-    with reading() as (reader, write), mock.patch.object(pipes, "_LINE_END", 60.0):
+    with reading() as (reader, write), mock.patch.object(pipes, "LINE_END", 60.0):
         os.write(write, b"hello")
         assert list(reader.read()) == []
         os.write(write, b"\n")
@@ -120,7 +120,7 @@ def test_the_beginning_of_a_line_goes_out_soon_without_its_end() -> None:
 
 
 def test_a_stream_that_keeps_printing_goes_out_in_larger_pieces() -> None:
-    with reading() as (reader, write), mock.patch.object(pipes, "_COALESCE", 60.0):
+    with reading() as (reader, write), mock.patch.object(pipes, "COALESCE", 60.0):
         os.write(write, b"first\n")
         assert [output.data for output in reader.read()] == [b"first\n"]
         for _ in range(100):
@@ -130,7 +130,7 @@ def test_a_stream_that_keeps_printing_goes_out_in_larger_pieces() -> None:
 
 
 def test_what_is_left_in_a_pipe_that_ended_comes_out_once() -> None:
-    with reading() as (reader, write), mock.patch.object(pipes, "_COALESCE", 60.0):
+    with reading() as (reader, write), mock.patch.object(pipes, "COALESCE", 60.0):
         os.write(write, b"first\n")
         list(reader.read())
         os.write(write, b"last words\n")
@@ -142,7 +142,7 @@ def test_what_is_left_in_a_pipe_that_ended_comes_out_once() -> None:
 
 
 def test_what_follows_a_mark_goes_out_at_once() -> None:
-    with reading() as (reader, write), mock.patch.object(pipes, "_COALESCE", 60.0):
+    with reading() as (reader, write), mock.patch.object(pipes, "COALESCE", 60.0):
         os.write(write, wire([b"first\n", (7, 0), b"next cell\n"]))
         assert joined(list(reader.read())) == [b"first\n", (7, 0), b"next cell\n"]
 

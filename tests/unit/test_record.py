@@ -36,14 +36,14 @@ def test_a_dump_without_any_is_read_too(text: str) -> None:
 
 
 def test_without_a_record_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_record, "_DUMPS", ())
+    monkeypatch.setattr(flight_record, "DUMPS", ())
     assert Record().unfinished() is None
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, *dumps: str) -> Record:
     """A record that reads these dumps of torch's, one after the other."""
     left = iter(dumps)
-    monkeypatch.setattr(flight_record, "_dumps", lambda: [("nccl", next(left))])
+    monkeypatch.setattr(flight_record, "torch_dumps", lambda: [("nccl", next(left))])
     return Record()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.client.magics.distributed import _show_progress
+from nbdist.client.magics.distributed import show_progress
 from nbdist.client.start.starting import StartLine
 from nbdist.launch import on_ranks
 
@@ -25,7 +25,7 @@ from nbdist.launch import on_ranks
 def test_a_line_is_shown_as_its_stage_says(
     line: StartLine, magic: str, launch: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _show_progress(line)
+    show_progress(line)
     assert capsys.readouterr().out == magic
-    on_ranks._progress(line)
+    on_ranks.show_progress(line)
     assert capsys.readouterr().out == launch

@@ -240,7 +240,7 @@ def test_a_smaller_last_accumulation_of_each_epoch_is_counted_when_it_comes_agai
 def test_depths_that_vary_at_random_are_all_counted_though_their_batches_are_alike(
     meter: StepMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_FREE_SECONDS", math.inf)  # counts are few, but on a busy machine each may take long
+    monkeypatch.setattr(live, "FREE_SECONDS", math.inf)  # counts are few, but on a busy machine each may take long
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
     optimizer = SGD(layers.parameters(), 0.01)
     chance = random.Random(2)

@@ -113,7 +113,7 @@ def test_steps_in_another_thread_are_reported_as_such(meter: StepMeter) -> None:
 
 
 def test_steps_beyond_those_that_are_kept_count_too(meter: StepMeter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_LAP", 4)
+    monkeypatch.setattr(steps, "LAP", 4)
     clock = Clock(monkeypatch)
     for width, seconds in (8, 4.0), (16, 1.0):
         model = nn.Linear(width, width)
@@ -383,20 +383,26 @@ def test_a_step_is_timed_in_the_stream_of_the_device_that_trains_though_another_
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device="cuda:0": f"stream of {device}")
-    steps._recorded_event(torch.device("cuda", 1))
+    steps.recorded_event(torch.device("cuda", 1))
     assert recorded == ["stream of cuda:1"]
+
+
+def train_on(stream: Events, meter: StepMeter) -> None:
+    """Have the meter time steps as those of a device that does what it is given in this stream."""
+    meter._clock = DeviceClock(stream.make)
 
 
 def test_waiting_that_a_device_hides_is_none(meter: StepMeter) -> None:
     stream = Events()
-    meter._clock = DeviceClock(stream.make)
-    meter._see_batch(None, None)
-    meter._see_batch(1.0, torch.ones(2, 4))
-    assert meter._gathered.waiting == 0.0
-    meter._see_batch(None, None)
+    train_on(stream, meter)
+    see, step = meter._see_batch, meter._gathered
+    see(None, None)
+    see(1.0, torch.ones(2, 4))
+    assert step.waiting == 0.0
+    see(None, None)
     stream.passed = len(stream.made)
-    meter._see_batch(1.0, torch.ones(2, 4))
-    assert meter._gathered.waiting == 1.0
+    see(1.0, torch.ones(2, 4))
+    assert step.waiting == 1.0
 
 
 def test_an_evaluation_on_a_device_is_timed_by_its_own_clock(meter: StepMeter) -> None:
@@ -405,7 +411,7 @@ def test_an_evaluation_on_a_device_is_timed_by_its_own_clock(meter: StepMeter) -
     optimizer = SGD(model.parameters(), 0.01)
     for number in range(41):
         if number == 1:
-            meter._clock = DeviceClock(stream.make)
+            train_on(stream, meter)
         if number % 4 == 3:
             model.eval()
             with torch.no_grad():
@@ -432,7 +438,7 @@ def test_a_device_that_does_not_end_holds_nobody_up() -> None:
 def test_the_processor_has_no_peak_until_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     from nbdist.metrics.rates import peaks
 
-    monkeypatch.setattr(peaks, "_measured", {})
+    monkeypatch.setattr(peaks, "measured_peaks", {})
     model = Gpt()
     assert "no peak is known for the CPU at fp32" in measured(model, *[(B, T)] * 4).why
     peaks.note(torch.device("cpu"), "fp32", 0.05)

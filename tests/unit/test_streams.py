@@ -24,11 +24,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     found = Gpu()
     for name, value in vars(found.cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    feed._copy_stream.cache_clear()
+    feed.copy_stream.cache_clear()
     state.begin(Plan())
     yield found
     state.forget()
-    feed._copy_stream.cache_clear()
+    feed.copy_stream.cache_clear()
 
 
 @pytest.mark.parametrize("faster", ["what computes", "what copies"])

@@ -18,7 +18,7 @@ stop = threading.Event()
 if sys.argv[1] == "threaded":
     threading.Thread(target=stop.wait).start()
 agent.send(encode(Fork(7)))
-template._handle_request()
+template.handle_request()
 print(decode_report(agent.recv(4096)))
 stop.set()
 """

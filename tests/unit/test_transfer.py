@@ -589,6 +589,6 @@ class TestErrors:
             unpack(packed.parcel)
 
     def test_a_search_without_end_gives_the_type_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("nbdist.transfer.explain._SEARCH_OBJECTS", 10)
+        monkeypatch.setattr("nbdist.transfer.explain.SEARCH_OBJECTS", 10)
         text = error_of([[Holder(n=n) for n in range(100)], Holder(lock=threading.Lock())], "much")
         assert text.startswith("cannot send 'much': a part of it is a _thread.lock, which")

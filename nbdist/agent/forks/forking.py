@@ -55,11 +55,11 @@ class Template:
         for key, _ in self._selector.select():
             if key.fileobj is not self._channel:
                 self._reap(int(key.data))
-            elif not self._handle_request():
+            elif not self.handle_request():
                 return False
         return True
 
-    def _handle_request(self) -> bool:
+    def handle_request(self) -> bool:
         # Not inherited by programs that another thread of this process starts.
         data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:

@@ -298,7 +298,7 @@ class DistributedMagics(Magics):
                 )
             running.close()
         settle_previous(replace=arguments.replace, say=print)
-        self._session = Session(**start_keywords(arguments), progress=_show_progress)
+        self._session = Session(**start_keywords(arguments), progress=show_progress)
         print(_ready(self._session))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
@@ -331,7 +331,7 @@ class DistributedMagics(Magics):
 
     def _restart(self, arguments: argparse.Namespace) -> None:
         session = session_to_restart()
-        session.restart(arguments.num_processes, progress=_show_progress)
+        session.restart(arguments.num_processes, progress=show_progress)
         print(_ready(session))
 
     def _status(self, arguments: argparse.Namespace) -> None:
@@ -361,7 +361,7 @@ class DistributedMagics(Magics):
     def _heal(self, arguments: argparse.Namespace) -> None:
         session = get_session()
         ranks = rank_set_of(session).among(arguments.ranks)
-        print(session.heal(ranks, kill=arguments.kill, progress=_show_progress))
+        print(session.heal(ranks, kill=arguments.kill, progress=show_progress))
 
     def _shrink(self, arguments: argparse.Namespace) -> None:
         session = get_session()
@@ -369,7 +369,7 @@ class DistributedMagics(Magics):
 
     def _grow(self, arguments: argparse.Namespace) -> None:
         session, nodes = get_session(), arguments.num_nodes
-        print(session.grow(arguments.n, arguments.ranks, num_nodes=nodes, progress=_show_progress))
+        print(session.grow(arguments.n, arguments.ranks, num_nodes=nodes, progress=show_progress))
 
     def _switch_auto(self, arguments: argparse.Namespace) -> None:
         if arguments.state == "on":
@@ -415,7 +415,7 @@ class DistributedMagics(Magics):
             print("nothing to interrupt: these ranks are idle")
 
 
-def _show_progress(line: StartLine) -> None:
+def show_progress(line: StartLine) -> None:
     """Report what a start is doing, if it takes long."""
     if line.stage == "import":
         print(f"{line} …", flush=True)

@@ -17,11 +17,11 @@ from nbdist.client.magic_lines.magic_line import without_comment
 _AUTO_LINE = "%%distributed --auto\n"
 # With `auto on` these run in the notebook: our own magics, and what changes the environment that all ranks share.
 # labextension/src/lab/cell_line.ts has the same.
-_STAYS_HERE = re.compile(
+STAYS_HERE = re.compile(
     r"%%?(distributed|dist|rank|local|memory|pip|conda|mamba|micromamba|uv|(re)?load_ext\s+nbdist)\b"
 )
 # They run the rest of the cell as a cell, so that one of the above may follow.
-_AROUND = re.compile(r"%%(memory|time|timeit|capture|prun)\b")
+AROUND = re.compile(r"%%(memory|time|timeit|capture|prun)\b")
 # IPython knows a cell magic by the first line only, but people write `# train` above it.
 _BELOW_COMMENTS = re.compile(r"%%(distributed|dist|rank|local|memory)\b")
 _LEAVES = re.compile(r"(exit|quit)(\(\))?")
@@ -79,9 +79,9 @@ class CellRouter:
         if without_comment(lines[first]).strip() == "%%local":
             return strip_line(lines, first)
         code = (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-        line = next((line for line in code if not _AROUND.match(line)), "%dist")
+        line = next((line for line in code if not AROUND.match(line)), "%dist")
         leaves = _LEAVES.fullmatch(line) and not hasattr(self._shell, "kernel")  # a terminal
-        if not self.auto or leaves or _STAYS_HERE.match(line) or not shells.in_cell():
+        if not self.auto or leaves or STAYS_HERE.match(line) or not shells.in_cell():
             return lines
         return [_AUTO_LINE, *lines]
 

@@ -17,7 +17,7 @@ from nbdist.wire.messages.output import LogPart
 Ask = Callable[..., LogPart]
 
 _SEARCH_SECONDS = 2.0
-_SEARCH_CHARACTERS = 1 << 20
+SEARCH_CHARACTERS = 1 << 20
 
 
 class CellLog:
@@ -93,7 +93,7 @@ class CellLog:
         decoders = Decoders()
         for _, part in self._parts([rank], position):
             text = begun + "".join(decoders.decode(rank, stream, data) for _, stream, data in part.records)
-            is_last = part.next is None or length > _SEARCH_CHARACTERS or time.monotonic() > deadline
+            is_last = part.next is None or length > SEARCH_CHARACTERS or time.monotonic() > deadline
             end = len(text) if is_last else text.rfind("\n") + 1
             lines, begun = _lines_with(words.lower(), text[:end]), text[end:]
             found += lines

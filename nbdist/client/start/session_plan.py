@@ -15,7 +15,7 @@ from nbdist.train.active_training import follow
 from nbdist.wire.messages.life import RankInfo, StartOptions
 from nbdist.wire.processes.nodes import NodesWanted
 
-_kept: Plan | None = None  # the chosen plan, for sessions that start later
+chosen_plan: Plan | None = None  # the chosen plan, for sessions that start later
 
 
 class SessionPlan:
@@ -26,7 +26,7 @@ class SessionPlan:
     """
 
     def __init__(self) -> None:
-        self._chosen = _kept
+        self._chosen = chosen_plan
         self._changed = False  # since the ranks were started
         self.current = Plan()
 
@@ -119,14 +119,14 @@ def kept() -> Plan:
     Raises:
         UsageError: NBDIST_PLAN holds no plan.
     """
-    return _kept or Plan.from_environment()
+    return chosen_plan or Plan.from_environment()
 
 
 def keep(plan: Plan) -> None:
     """Keep a plan for sessions that start later in this notebook."""
-    global _kept
+    global chosen_plan
     plan.to_json()  # otherwise a session could not send it
-    _kept = plan
+    chosen_plan = plan
 
 
 def for_launch(environment: Mapping[str, str], precision: str) -> dict[str, str]:
@@ -139,7 +139,7 @@ def for_launch(environment: Mapping[str, str], precision: str) -> dict[str, str]
     Raises:
         UsageError: NBDIST_PLAN holds no plan, or the plan can't have this precision.
     """
-    if _kept is None and not environment.get(PLAN_VARIABLE):
+    if chosen_plan is None and not environment.get(PLAN_VARIABLE):
         return {}  # ranks find the precision where launchers set it
     plan = kept()
     if precision != "no":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 _LIMIT = 1 << 30
 _PARTS = 16  # files into which a full log is divided; the oldest is dropped first
-_CELLS = 50_000  # size of the index: the cells that printed last
+CELLS = 50_000  # size of the index: the cells that printed last
 _HEADER = struct.Struct("<QHBI")  # cell, rank, stream, length
 _BLOCK = 1 << 20  # bytes that are read at once
 _SCAN = 16  # blocks that one question may scan
@@ -197,7 +197,7 @@ class OutputLog:
         if cell is not None:
             self._cells.move_to_end(serial)
             return cell
-        if len(self._cells) >= _CELLS:
+        if len(self._cells) >= CELLS:
             oldest, _ = self._cells.popitem(last=False)
             for segment in self._segments:
                 segment.cells.pop(oldest, None)

@@ -124,7 +124,7 @@ class _Forks(Template):
             args=(os.getpid(), request, descriptors),
             name="nbdist-store" if request.rank is None else f"nbdist-rank-{request.rank}",
         )
-        self._in_cell(lambda: self._made.put(_start(process)))
+        self._in_cell(lambda: self._made.put(start_process(process)))
         failure = self._made.get()
         if failure is not None:
             self._made.put(failure)  # for any other request
@@ -143,7 +143,7 @@ class _Forks(Template):
             rank.become_rank(parent, *descriptors, function=self._function)
 
 
-def _start(process: BaseProcess) -> Exception | None:
+def start_process(process: BaseProcess) -> Exception | None:
     """Fork the process, and return the error if that failed."""
     try:
         with forks.mended(), warnings.catch_warnings():

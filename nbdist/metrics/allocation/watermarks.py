@@ -246,14 +246,14 @@ class SharedDevices:
         return self._devices[device]
 
 
-_shared: SharedDevices | None = None
+shared_devices: SharedDevices | None = None
 
 
 def devices() -> SharedDevices | None:
     """Return those of this process; None as long as torch is not there, or is built without CUDA."""
-    global _shared
+    global shared_devices
     torch = sys.modules.get("torch")
     core = getattr(torch, "_C", None)
-    if _shared is None and getattr(core, "_cuda_getDeviceCount", None) is not None:
-        _shared = SharedDevices(core)
-    return _shared
+    if shared_devices is None and getattr(core, "_cuda_getDeviceCount", None) is not None:
+        shared_devices = SharedDevices(core)
+    return shared_devices

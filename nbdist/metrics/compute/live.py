@@ -22,7 +22,7 @@ from nbdist.metrics.rates import peaks
 
 _SHAPES = 1024  # that are remembered
 _FREE = 8  # counted steps of an optimizer that are made whatever they cost
-_FREE_SECONDS, _SHARE = 0.5, 0.01  # that further ones may take: this, and this share of the time
+FREE_SECONDS, _SHARE = 0.5, 0.01  # that further ones may take: this, and this share of the time
 _CLOSE = 4  # steps, between two that are to agree on something new
 _AGAIN_AFTER = 10  # steps of a lap, until what is known is looked at once more
 _CONTROL_FLOW = ("cond", "map_impl")
@@ -296,7 +296,7 @@ class LiveCounts:
             return
         known = shape in self.known
         free = not known and self._made[shape.optimizer] < _FREE
-        if not free and self.spent > _FREE_SECONDS + _SHARE * self.trained:
+        if not free and self.spent > FREE_SECONDS + _SHARE * self.trained:
             return
         self.hindrance = _hindrance()
         if self.hindrance:

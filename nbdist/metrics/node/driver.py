@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 _MIG_ENABLED = 1
-_PATIENCE = 2.0  # seconds that a single look waits for the driver
+PATIENCE = 2.0  # seconds that a single look waits for the driver
 
 
 def within_limit(look: Callable[[], _T], otherwise: _T, limit: float | None = None) -> _T:
@@ -29,7 +29,7 @@ def within_limit(look: Callable[[], _T], otherwise: _T, limit: float | None = No
 
     thread = threading.Thread(target=take, name="nbdist-driver-once", daemon=True)
     thread.start()
-    thread.join(_PATIENCE if limit is None else limit)
+    thread.join(PATIENCE if limit is None else limit)
     return found[0] if found else otherwise
 
 

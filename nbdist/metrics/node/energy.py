@@ -15,7 +15,7 @@ from nbdist.metrics.node import device
 from nbdist.metrics.node.driver import within_limit
 from nbdist.metrics.node.sample import Spent
 
-_SHORTEST = 10 * limits.ENERGY_LATE  # seconds of a cell: in a shorter one, more than a tenth might be another's
+SHORTEST = 10 * limits.ENERGY_LATE  # seconds of a cell: in a shorter one, more than a tenth might be another's
 
 
 class GpuEnergy:
@@ -71,7 +71,7 @@ class Spending:
         Its energy is not known if the process has begun to use its GPU in it, or if it took less than a second.
         """
         seconds = time.monotonic() - self._began
-        if self._energy is None or self._at_start is None or seconds < _SHORTEST:
+        if self._energy is None or self._at_start is None or seconds < SHORTEST:
             return Spent(seconds)
         now = self._energy.read()
         return Spent(seconds, None if now is None else max(0.0, now - self._at_start), self._energy.uuid)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -121,19 +121,19 @@ def private_memory(pid: int | None = None) -> int:
 def _own_cgroups() -> Iterator[tuple[Path, _Files]]:
     """Yield the folders of this process's cgroups, and what their files are called."""
     for folder in _own_cgroup_folders("memory"):
-        yield folder, _V1 if folder.is_relative_to(_CGROUPS / "memory") else _V2
+        yield folder, _V1 if folder.is_relative_to(CGROUPS / "memory") else _V2
 
 
 def _own_cgroup_folders(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroups and of those around them. Not all can be seen from in a container."""
     try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
-            root = _CGROUPS if number == "0" else _CGROUPS / controller
+            root = CGROUPS if number == "0" else CGROUPS / controller
             own = root / path.lstrip("/")
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
 

@@ -84,7 +84,7 @@ def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[flo
     """Return the best rate in TFLOPS, and the size of the matrices that reached it."""
     found: list[tuple[float, int]] = []
     deadline = time.perf_counter() + seconds
-    sizes = _sizes(torch.cuda.mem_get_info(device)[0], dtype) if device.type == "cuda" else _CPU_SIZES
+    sizes = sizes_with_room(torch.cuda.mem_get_info(device)[0], dtype) if device.type == "cuda" else _CPU_SIZES
     for number, size in enumerate(sizes):
         left = deadline - time.perf_counter()
         if found and left <= 0:
@@ -100,7 +100,7 @@ def _best(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[flo
     return max(found)
 
 
-def _sizes(free: int, dtype: torch.dtype) -> list[int]:
+def sizes_with_room(free: int, dtype: torch.dtype) -> list[int]:
     """Return those that a GPU with so many free bytes has room for."""
     found = [size for size in _GPU_SIZES if _MEMORY * 3 * size * size * dtype.itemsize <= free]
     if not found:

@@ -186,7 +186,7 @@ def known(device: torch.device, dtype: str) -> Peak | None:
     """
     if dtype not in DTYPES:
         return None
-    return stated(device, dtype) or _measured.get((device.type, _index(device), dtype))
+    return stated(device, dtype) or measured_peaks.get((device.type, _index(device), dtype))
 
 
 def stated(device: torch.device, dtype: str) -> Peak | None:
@@ -197,7 +197,7 @@ def stated(device: torch.device, dtype: str) -> Peak | None:
 def note(device: torch.device, dtype: str, tflops: float) -> None:
     """Remember what was measured; it serves as the peak of a device of which no other is known."""
     words = "measured here: the best rate of matrix products, so the true peak is higher"
-    _measured[device.type, _index(device), short(dtype)] = Peak(tflops, words)
+    measured_peaks[device.type, _index(device), short(dtype)] = Peak(tflops, words)
 
 
 def _index(device: torch.device) -> int:
@@ -233,7 +233,7 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-_measured: dict[tuple[str, int, str], Peak] = {}
+measured_peaks: dict[tuple[str, int, str], Peak] = {}
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def restore_copies(state: State, *, newcomer: bool) -> int | None:
     copies = state.neighbor_copies or Copies()
     sizes = {steps: (part.outline, part.data.nbytes) for steps, part in copies.other.items()}
     told = agreement.gather((newcomer, sorted(copies.own), sizes))
-    steps = _newest([(new, own, list(other)) for new, own, other in told])
+    steps = newest_on_all([(new, own, list(other)) for new, own, other in told])
     if steps is None:
         return None
     for taker, (is_new, _, _) in enumerate(told):
@@ -132,7 +132,7 @@ def restore_copies(state: State, *, newcomer: bool) -> int | None:
     return steps
 
 
-def _newest(told: Sequence[tuple[bool, Sequence[int], Sequence[int]]]) -> int | None:
+def newest_on_all(told: Sequence[tuple[bool, Sequence[int], Sequence[int]]]) -> int | None:
     """Return the most steps of which every rank has its own part, a newcomer's being on the rank after it."""
 
     def has(number: int, steps: int) -> bool:

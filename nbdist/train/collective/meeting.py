@@ -23,7 +23,7 @@ from nbdist.train.collective.agreement import gather, refuse_differing, refuse_o
 from nbdist.train.collective.participants import has_no_limit, is_alone, refuse_partial
 from nbdist.train.state import rank, world_size
 
-_REPORT_AFTER = 30.0  # seconds of waiting
+REPORT_AFTER = 30.0  # seconds of waiting
 _ROUND = "nbdist/meeting"
 _POLL = (0.002, 0.05)  # seconds between looks at the store, first and last
 
@@ -40,7 +40,7 @@ def meet(function: str, arguments: Mapping[str, Any], limit: float | None = None
     Raises:
         UsageError: Some ranks have not come, or can't; or they have called something else. No rank has done anything.
     """
-    limit = _limit(function, limit)
+    limit = limit_of(function, limit)
     if world_size() == 1 or is_alone():
         return
     refuse_partial(function, world_size())
@@ -53,7 +53,12 @@ def meet(function: str, arguments: Mapping[str, Any], limit: float | None = None
         refuse_differing(function, [f"{key}={given[key]!r}" for _, given in told])
 
 
-def _limit(function: str, limit: float | None) -> float:
+def limit_of(function: str, limit: float | None) -> float:
+    """Return the seconds that ranks wait for each other: those given, else the environment's, else a collective's.
+
+    Raises:
+        UsageError: What was given is not a number of seconds.
+    """
     given = os.environ.get("NBDIST_SAVE_LIMIT") if limit is None else limit
     if given is None:
         return _collective_limit()
@@ -123,14 +128,14 @@ class _Patience:
     @property
     def is_worth_a_report(self) -> bool:
         """Whether it is time to call `report`, which has not been done yet."""
-        return not self._reported and time.monotonic() > self._began + _REPORT_AFTER
+        return not self._reported and time.monotonic() > self._began + REPORT_AFTER
 
     def report(self, absent: set[int]) -> None:
         """Name the ranks that are missing, on the first of those that wait for them."""
         self._reported = True
         if rank() == min(set(range(world_size())) - absent, default=-1):
             print(
-                f"nbdist: {self._function} has waited {_REPORT_AFTER:g} s for {describe_ranks(sorted(absent))} and "
+                f"nbdist: {self._function} has waited {REPORT_AFTER:g} s for {describe_ranks(sorted(absent))} and "
                 f"gives up after {self._limit:g} s",
                 file=sys.stderr,
                 flush=True,

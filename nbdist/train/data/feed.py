@@ -27,7 +27,7 @@ class DeviceFeed:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device if device is not None and device.type != "cpu" else None
         cuda = self._device is not None and self._device.type == "cuda"
-        self._stream = _copy_stream(self._device) if cuda else None
+        self._stream = copy_stream(self._device) if cuda else None
 
     def send(self, batch: Any) -> Any:
         """Begin to copy a batch."""
@@ -51,7 +51,7 @@ class DeviceFeed:
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for this process's copies to a device: memory freed on a stream is reused only there."""
     return torch.cuda.Stream(device)
 

@@ -276,7 +276,7 @@ def _answers(settings: list[TrialSetup], task: TrialTask) -> Generator[dict[str,
         "CUDA_VISIBLE_DEVICES": "",  # so that it takes nothing of the GPU
     }
     with tempfile.TemporaryFile() as questions, tempfile.TemporaryFile() as complaints:
-        questions.write(_packed(settings) + _packed(task))
+        questions.write(packed(settings) + packed(task))
         questions.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD], stdin=questions, stdout=subprocess.PIPE, stderr=complaints, env=environment
@@ -306,7 +306,8 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _packed(value: list[TrialSetup] | TrialTask) -> bytes:
+def packed(value: list[TrialSetup] | TrialTask) -> bytes:
+    """Return what the process that estimates reads."""
     target = io.BytesIO()
     try:
         _PicklerWithoutValues(target).dump(value)

@@ -350,11 +350,11 @@ def _make_alike(
     if whole is not None and materializer is not None:
         whole.to(device)
     else:
-        _move_own(modules, device)
+        move_own(modules, device)
     take_from_rank_0(modules)
 
 
-def _move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
+def move_own(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Move what belongs to these modules but not to their children, which are sharded already."""
     for module in modules:
         for parameter in module.parameters(recurse=False):
@@ -419,7 +419,7 @@ def _nodes(ranks: int) -> int:
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-_meshes: dict[Hashable, Any] = {}
+kept_meshes: dict[Hashable, Any] = {}
 _world: Any = None  # the default group that they were made in
 
 
@@ -430,11 +430,11 @@ def _kept_mesh(key: Hashable, make: Callable[[], Any]) -> Any:
     """
     global _world
     if dist.group.WORLD is not _world:
-        _meshes.clear()
+        kept_meshes.clear()
         _world = dist.group.WORLD
-    if not all(gather(key in _meshes and _is_usable(_meshes[key]))):
-        _meshes[key] = make()
-    return _meshes[key]
+    if not all(gather(key in kept_meshes and _is_usable(kept_meshes[key]))):
+        kept_meshes[key] = make()
+    return kept_meshes[key]
 
 
 def _is_usable(mesh: Any) -> bool:

@@ -17,7 +17,7 @@ from nbdist.errors import UsageError
 from nbdist.train import state as training
 
 _SHOWN = 5  # modules in a message
-_BUCKET = 32 << 20  # bytes that are copied together to be sent; what is larger is sent from where it is
+BUCKET = 32 << 20  # bytes that are copied together to be sent; what is larger is sent from where it is
 
 
 def refuse_without_initializer(model: nn.Module) -> None:
@@ -118,11 +118,11 @@ def take_from_rank_0(modules: Iterable[nn.Module]) -> None:
     ]
     wholes = [tensor.contiguous() for tensor in tensors]
     flat = [whole.reshape(-1).view(torch.uint8) for whole in wholes]
-    large = [dist.broadcast(each, src=0, async_op=True) for each in flat if each.numel() >= _BUCKET]
-    if small := [each for each in flat if each.numel() < _BUCKET]:
+    large = [dist.broadcast(each, src=0, async_op=True) for each in flat if each.numel() >= BUCKET]
+    if small := [each for each in flat if each.numel() < BUCKET]:
         world: Any = dist.group.WORLD
         if together := getattr(dist, "_broadcast_coalesced", None):  # private, and faster
-            together(world, small, _BUCKET, 0)
+            together(world, small, BUCKET, 0)
         else:
             large += [dist.broadcast(each, src=0, async_op=True) for each in small]
     for work in large:

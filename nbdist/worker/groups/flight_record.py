@@ -31,7 +31,7 @@ _DTYPES = {
     "ComplexDouble": "complex128",
     "Bool": "bool",
 }
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, of gloo and others
+DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, of gloo and others
 
 
 class Record:
@@ -47,7 +47,7 @@ class Record:
             For each backend that has some, the number of its last that was started, and of its last that has ended;
             None: torch keeps no record.
         """
-        found = {f"{dump} {backend}": counts for dump, text in _dumps() for backend, counts in parse(text).items()}
+        found = {f"{dump} {backend}": counts for dump, text in torch_dumps() for backend, counts in parse(text).items()}
         if not found:
             return None
         return {
@@ -68,7 +68,7 @@ def last_collectives(count: int) -> Flight:
     """Return the last collectives that this process has started, the oldest first. Takes all threads up to 0.1 s."""
     entries: list[dict[str, Any]] = []
     recorded = False
-    for _, dump in _dumps(single=True):
+    for _, dump in torch_dumps(single=True):
         found = json.loads(dump)
         recorded = recorded or bool(found.get("entries"))
         entries += [entry for entry in found.get("entries", []) if not entry.get("is_p2p")]
@@ -110,10 +110,10 @@ def parse(dump: str | bytes) -> dict[str, tuple[int, int]]:
     }
 
 
-def _dumps(*, single: bool = False) -> Iterator[tuple[str, str | bytes]]:
+def torch_dumps(*, single: bool = False) -> Iterator[tuple[str, str | bytes]]:
     """Yield what torch has recorded, by the name of the function that gives it. `single`: with all collectives."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    for name in _DUMPS:
+    for name in DUMPS:
         dump = getattr(c10d, name, None)
         if dump is not None:
             yield name, dump(single)

@@ -40,7 +40,7 @@ from nbdist.worker.groups.timeouts import Timeouts
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
-_RENEWAL_LIMIT = timedelta(seconds=limits.RENEWAL)
+RENEWAL_LIMIT = timedelta(seconds=limits.RENEWAL)
 _STORE_LIMIT = timedelta(seconds=60)  # at the start many ranks share few cores
 _OWN = "nbdist-own-"  # begins the name of a group that only one rank has
 _UNKNOWN_GROUP = re.compile(r"process group|is not (registered|initialized)|group .* (registered|initialized)", re.I)
@@ -132,7 +132,7 @@ class Collectives:
         import torch.distributed as dist
 
         if self._store is None or self._store_cut:
-            limit = _STORE_LIMIT if self._store is None else _RENEWAL_LIMIT
+            limit = _STORE_LIMIT if self._store is None else RENEWAL_LIMIT
             host, port = self._address.host, self._address.port
             with self.connecting(port):
                 self._store = dist.TCPStore(host, port, is_master=False, timeout=limit)
@@ -371,7 +371,7 @@ class Collectives:
         base = self.store()
         for name in chosen:
             # What still waits for a collective of before must not wait forever.
-            self._abort(name, living[name], limit=_RENEWAL_LIMIT)
+            self._abort(name, living[name], limit=RENEWAL_LIMIT)
             self._groups.setdefault(name, _Group()).epolls.clear()
             store = dist.PrefixStore(f"nbdist/{self._incarnation}/generation/{generation}/{name}", base)
             known = self._groups[name]
@@ -399,7 +399,7 @@ class Collectives:
             if kind not in made:
                 meeting = dist.PrefixStore(kind, store)
                 made[kind] = (
-                    torch_groups.make_backend(kind, old, meeting, group, _RENEWAL_LIMIT, timeout),
+                    torch_groups.make_backend(kind, old, meeting, group, RENEWAL_LIMIT, timeout),
                     _next_slot(group, known),
                 )
             new, slot = made[kind]
@@ -422,7 +422,7 @@ class Collectives:
         self._gone[name] = why
         self._cut.discard(name)
         self._groups.setdefault(name, _Group()).unusable = ""
-        self._abort(name, group, limit=_RENEWAL_LIMIT)
+        self._abort(name, group, limit=RENEWAL_LIMIT)
         with contextlib.suppress(Exception):
             if group is dist.group.WORLD:  # else all groups would go
                 torch_groups.unset_default()
@@ -445,7 +445,7 @@ class Collectives:
         votes = dist.PrefixStore(f"nbdist/{self._incarnation}/{topic}", self.store())
         votes.set(str(rank), "yes" if yes else "no")
         names = [str(other) for other in ranks]
-        votes.wait(names, _RENEWAL_LIMIT)
+        votes.wait(names, RENEWAL_LIMIT)
         return all(vote == b"yes" for vote in votes.multi_get(names))
 
     def lose(self, groups: Sequence[str], dead: Sequence[int]) -> None:
@@ -457,7 +457,7 @@ class Collectives:
         for name, group in torch_groups.living().items():
             if name in groups:
                 self._groups.setdefault(name, _Group()).unusable = why
-                self._abort(name, group, limit=_RENEWAL_LIMIT)
+                self._abort(name, group, limit=RENEWAL_LIMIT)
 
     def forbid(self, groups: Sequence[str] | None) -> dict[str, list[int]]:
         """Make using groups that may be out of step (None for all) raise until they are renewed. From any thread.

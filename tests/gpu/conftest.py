@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import nbdist
-from nbdist.client.start import idle_controller
+from nbdist.client.start.connection import close_idle
 from testbed.gpu_sharing import ENVIRONMENT, make_group
 from tests.conftest import gpu_works
 
@@ -25,7 +25,7 @@ Record = Callable[[str, object], None]
 def no_warm_processes() -> Iterator[None]:
     """Sessions of this process keep a controller warm for the next one, as they do in a notebook: end it."""
     yield
-    idle_controller.close()
+    close_idle()
 
 
 @pytest.fixture

@@ -301,11 +301,11 @@ def test_without_a_runtime_folder_that_can_be_written_the_keys_lie_in_a_private_
     kernel.ok(f"import nbdist, os; os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'file' / 'folder')!r}")
     kernel.ok("%load_ext nbdist")
     kernel.ok("%distributed start -n 1", HANG)
-    kernel.ok("from nbdist.client.session.session import rank_set_of\nfrom nbdist.client.start import idle_controller")
+    kernel.ok("from nbdist.client.session.session import rank_set_of\nfrom nbdist.client.start.connection import close_idle")
     keys = Path(kernel.value("str(rank_set_of(nbdist.get_session()).key_file)"))
     assert keys.stat().st_mode & 0o777 == 0o600 and keys.parent.stat().st_mode & 0o777 == 0o700
     assert kernel.ok("%%distributed\nprint(rank)").stdout == "[0] 0\n"
-    kernel.ok("%distributed stop\nidle_controller.close()")
+    kernel.ok("%distributed stop\nclose_idle()")
     assert not keys.parent.exists()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from nbdist.client.base.cell_options import CellOptions
+from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.ranks.traffic import Traffic
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.wire.questions.question import AnswerBody, NoAnswer, Question

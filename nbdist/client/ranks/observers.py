@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from nbdist.client.output.page import OwnBars
-from nbdist.client.ranks.task_record import TaskRecord
 from nbdist.metrics.node.sample import Sample
 from nbdist.wire.questions.questions import Look
+
+if TYPE_CHECKING:
+    from nbdist.client.ranks.task_record import TaskRecord
 
 
 class Observer:

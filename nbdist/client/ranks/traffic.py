@@ -323,10 +323,9 @@ class Traffic:
             self._on_life(message)
 
     def _table(self) -> Handlers[[]]:
-        """Return what handles which message; all others are about the session's life."""
+        """Return what handles which message, besides output; all others are about the session's life."""
         return (
             Handlers[[]]()
-            .on(Output, self._route)
             .on(Display, self._route)
             .on(Prompt, self._route)
             .on(WidgetMessage, self._route)

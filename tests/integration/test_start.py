@@ -301,7 +301,8 @@ def test_without_a_runtime_folder_that_can_be_written_the_keys_lie_in_a_private_
     kernel.ok(f"import nbdist, os; os.environ['JUPYTER_RUNTIME_DIR'] = {str(tmp_path / 'file' / 'folder')!r}")
     kernel.ok("%load_ext nbdist")
     kernel.ok("%distributed start -n 1", HANG)
-    kernel.ok("from nbdist.client.session.session import rank_set_of\nfrom nbdist.client.start.connection import close_idle")
+    kernel.ok("from nbdist.client.session.session import rank_set_of")
+    kernel.ok("from nbdist.client.start.connection import close_idle")
     keys = Path(kernel.value("str(rank_set_of(nbdist.get_session()).key_file)"))
     assert keys.stat().st_mode & 0o777 == 0o600 and keys.parent.stat().st_mode & 0o777 == 0o700
     assert kernel.ok("%%distributed\nprint(rank)").stdout == "[0] 0\n"

@@ -6,9 +6,10 @@ Recover, Adopt and Resize say, on the main thread. Independent of the shell and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nbdist.metrics.events import step_events
 from nbdist.train import active_training
@@ -19,15 +20,15 @@ from nbdist.wire.questions.question import Question
 from nbdist.wire.questions.stopping import Forbid, Forbidden, GetState, RankState
 from nbdist.worker.control.slow_questions import Work
 from nbdist.worker.groups.default_group import DefaultGroup
-from nbdist.worker.groups.new_world import NewWorld
 from nbdist.worker.groups.process_groups import Collectives
+from nbdist.worker.groups.resized_groups import ResizedGroups
 from nbdist.worker.recovery import reset_models
-from nbdist.worker.recovery.batchnorm import Statistics
 from nbdist.worker.recovery.exact import ExactState
 from nbdist.worker.recovery.random_record import RandomRecord
 from nbdist.worker.recovery.rank_stop import RankStop
 from nbdist.worker.recovery.resizing import take_groups
 
+_COUNTER = "num_batches_tracked"  # of a BatchNorm layer
 _STATISTICS_STAY = "BatchNorm statistics of the lost step are kept; start with `--exact` to restore them"
 
 
@@ -50,14 +51,14 @@ class RankRecovery:
         self._stop = stop
         self._steps = stop.steps
         self._setup = setup
-        self._world = NewWorld()  # of the last change; groups of before, until models have let go of them
+        self._resized = ResizedGroups()  # of the last change; groups of before, until models have let go of them
         self._news: list[str] = []  # about it
         self._events = step_events.of_this_thread()
         self._folder = setup.folder  # goes with this process; what lies beside it, with the session
         self._joining = setup.newcomer
         self._settle: Callable[[], None] = lambda: None
         self._exact = ExactState() if setup.options.exact else None
-        self._statistics = Statistics()
+        self._statistics = BatchNormStatistics()
         self._serial = 0  # the newest cell, and how it ended
         self._failure: Failure | None = None
         self._in_step = False
@@ -143,7 +144,7 @@ class RankRecovery:
             return InOrder(failure)
         report = reset_models.reset_models(keep_buckets=keep_buckets, moved=self._statistics.moved)
         notes = [*self._news, *report.notes]
-        self._world, self._news = NewWorld(), []
+        self._resized, self._news = ResizedGroups(), []
         if self._joining:
             notes = notes + self._take_over(task.steps)
         elif self._exact is not None:
@@ -192,7 +193,7 @@ class RankRecovery:
         """
         self._setup = setup
         try:
-            self._world, self._news = take_groups(self._collectives, setup, task)
+            self._resized, self._news = take_groups(self._collectives, setup, task)
             self._group.adopted()
         except Exception as error:
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -213,3 +214,42 @@ class RankRecovery:
     def _stopped_at_step(self) -> bool:
         """Return whether the cell ended between two steps, by our own stop."""
         return self._failure is not None and self._failure.kind == "stopped"
+
+
+class BatchNormStatistics:
+    """Which BatchNorm layers have counted a batch since the last optimizer step: only these has a lost step moved.
+
+    Knows the layers that this process has built, and nothing of others, such as copies. Looks at a counter of each
+    layer, and at no value. All on the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._seen: MutableMapping[Any, tuple[int, int] | None] = WeakKeyDictionary()
+
+    def install(self) -> None:
+        """Know of the layers that are built from now on. InstanceNorm is none of them: it does not count."""
+        from torch.nn.modules.module import register_module_buffer_registration_hook
+
+        from nbdist.train.structure.blocks import is_batch_norm
+
+        def note(module: Any, name: str, buffer: Any) -> None:
+            if name == _COUNTER and is_batch_norm(module):
+                self._seen[module] = None
+
+        register_module_buffer_registration_hook(note)
+
+    def mark(self, *_: object) -> None:
+        """Treat what has been counted until now as part of whole steps."""
+        for module in list(self._seen):
+            self._seen[module] = _stamp(module)
+
+    def moved(self, module: Any) -> bool:
+        """Return whether a layer has counted a batch since the last mark; True where that is not known."""
+        seen = self._seen.get(module)
+        return seen is None or seen != _stamp(module)
+
+
+def _stamp(module: Any) -> tuple[int, int] | None:
+    """Return a stamp that changes when a batch is counted."""
+    counter = module._buffers.get(_COUNTER)
+    return None if counter is None or counter.is_inference() else (id(counter), counter._version)

@@ -13,8 +13,8 @@ from nbdist.train import active_training
 from nbdist.wire.messages.healing import Resize
 from nbdist.wire.messages.rank_processes import RankSetup, renumbered
 from nbdist.worker.groups import accelerate_state, join
-from nbdist.worker.groups.new_world import NewWorld, change_world
 from nbdist.worker.groups.process_groups import Collectives
+from nbdist.worker.groups.resized_groups import ResizedGroups, resize_groups
 from nbdist.worker.recovery import reset_models
 
 _SHARDED = (
@@ -44,8 +44,8 @@ def take_post(setup: RankSetup, order: Resize, names: MutableMapping[str, Any]) 
     return now
 
 
-def take_groups(collectives: Collectives, setup: RankSetup, order: Resize) -> tuple[NewWorld, list[str]]:
-    """Have the default group of the new world, and everything that is prepared in it.
+def take_groups(collectives: Collectives, setup: RankSetup, order: Resize) -> tuple[ResizedGroups, list[str]]:
+    """Have the default group of the new size, and everything that is prepared in it.
 
     Args:
         collectives: The groups of this rank.
@@ -53,27 +53,27 @@ def take_groups(collectives: Collectives, setup: RankSetup, order: Resize) -> tu
         order: What was ordered.
 
     Returns:
-        The new world, and what else there is to know.
+        What became of the groups, and what else there is to know.
 
     Raises:
         RuntimeError: torch lacks what this takes.
     """
     ddp = [model for model in _living("torch.nn.parallel", "DistributedDataParallel")]
-    world = change_world(collectives, order.group, order.numbers, setup.rank, setup.world_size)
+    groups = resize_groups(collectives, order.group, order.numbers, setup.rank, setup.world_size)
     for model in ddp:
-        if world.before is not None and getattr(model, "process_group", None) is world.before:
-            model.process_group = world.now
+        if groups.before is not None and getattr(model, "process_group", None) is groups.before:
+            model.process_group = groups.now
     notes = []
-    if world.dropped:
-        verb = "has" if len(world.dropped) == 1 else "have"
-        notes.append(f"{', '.join(world.dropped)} {verb} lost ranks and can't be used any more")
+    if groups.dropped:
+        verb = "has" if len(groups.dropped) == 1 else "have"
+        notes.append(f"{', '.join(groups.dropped)} {verb} lost ranks and can't be used any more")
     if _living("torch.distributed.fsdp", "FSDPModule"):
         notes.append(_SHARDED)
     elif _living("torch.distributed.device_mesh", "DeviceMesh"):
         notes.append(_MESHES)
     if active_training.training is not None:
         notes += active_training.training.resized()
-    return world, notes
+    return groups, notes
 
 
 def _living(module: str, name: str) -> list[Any]:

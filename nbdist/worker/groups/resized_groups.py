@@ -23,7 +23,7 @@ _GONE = (
 
 
 @dataclass(frozen=True)
-class NewWorld:
+class ResizedGroups:
     """What has changed.
 
     Attributes:
@@ -40,7 +40,9 @@ class NewWorld:
     kept: list[Any] = field(default_factory=list)
 
 
-def change_world(collectives: Collectives, name: str, numbers: Mapping[int, int], rank: int, size: int) -> NewWorld:
+def resize_groups(
+    collectives: Collectives, name: str, numbers: Mapping[int, int], rank: int, size: int
+) -> ResizedGroups:
     """Make another default group, with stand-ins for its backends. On the main thread, while nothing runs.
 
     Groups of ranks that all stay go on, under their new numbers; the others are dropped, and the old default one.
@@ -71,7 +73,7 @@ def change_world(collectives: Collectives, name: str, numbers: Mapping[int, int]
     dropped = [_describe(known, group) for known, group in lost.items()]
     for known in [*lost, *([old_name] if now is not None else [])]:
         collectives.drop(known, _GONE)
-    return NewWorld(before, now, dropped, [before, *lost.values()])
+    return ResizedGroups(before, now, dropped, [before, *lost.values()])
 
 
 def _describe(name: str, group: Any) -> str:

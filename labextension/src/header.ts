@@ -72,8 +72,7 @@ export class Header {
    * @returns whether what is shown is of now, or rests because the reader wants it to.
    */
   drawLive(head: PanelHead, paused: boolean, silence: number, lost: boolean): boolean {
-    const late = silence > Math.max(LATE * head.rate, LATE);
-    const now = lost ? "lost" : head.live === "ended" ? "ended" : paused ? "paused" : late ? "late" : "live";
+    const now = liveness(head, paused, silence, lost);
     const words = {
       lost: strings.kernelRestarted,
       ended: strings.sessionEnded,
@@ -94,6 +93,14 @@ export class Header {
     }
     if (this.rate.value !== value && document.activeElement !== this.rate) this.rate.value = value;
   }
+}
+
+/** Of when what is shown is; the arguments are those of `drawLive`. */
+export function liveness(head: PanelHead, paused: boolean, silence: number, lost: boolean): "lost" | "ended" | "paused" | "late" | "live" {
+  if (lost) return "lost";
+  if (head.live === "ended") return "ended";
+  if (paused) return "paused";
+  return silence > Math.max(LATE * head.rate, LATE) ? "late" : "live";
 }
 
 /** One figure, and behind it how it went. */

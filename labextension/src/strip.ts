@@ -59,7 +59,7 @@ export class Strip {
 }
 
 /** Parts of a curve without a gap: when, and the value. */
-function stretches(points: Point[], values: (number | null)[]): [at: number, value: number][][] {
+export function stretches(points: Point[], values: (number | null)[]): [at: number, value: number][][] {
   const found: [number, number][][] = [];
   let before = -Infinity;
   points.forEach(([at], index) => {
@@ -76,7 +76,7 @@ function stretches(points: Point[], values: (number | null)[]): [at: number, val
 }
 
 /** When each cell ran that was seen running. */
-function cells(points: Point[]): [from: number, to: number][] {
+export function cells(points: Point[]): [from: number, to: number][] {
   const found: [cell: number, from: number, to: number][] = [];
   let before = 0;
   for (const [at, cell] of points) {

@@ -10,6 +10,21 @@ import type { Rows } from "./rank_text";
 const MOST_PIXELS = 8_000_000; // browsers draw no taller elements; a longer list then scrolls by several lines at a time
 const BEYOND = 20; // lines that are drawn above and below what is seen
 
+/**
+ * Which of so many lines the page holds, and how far down it draws them.
+ *
+ * @param lineHeight - Pixels, like `scrollTop` and `clientHeight`.
+ */
+export function inView(lines: number, lineHeight: number, scrollTop: number, clientHeight: number): { first: number; count: number; top: number } {
+  const seen = Math.ceil(clientHeight / lineHeight) + 1;
+  if (lines * lineHeight > MOST_PIXELS) {
+    const first = Math.round((scrollTop / (MOST_PIXELS - clientHeight)) * (lines - seen + 1));
+    return { first, count: seen, top: scrollTop };
+  }
+  const first = Math.max(0, Math.floor(scrollTop / lineHeight) - BEYOND);
+  return { first, count: seen + 2 * BEYOND, top: first * lineHeight };
+}
+
 export class LineList {
   readonly element = make("div", "lines");
   private readonly space = make("div", "lines-space");
@@ -117,15 +132,8 @@ export class LineList {
     const { scrollTop, clientHeight } = this.element;
     const { lines, lineHeight } = this;
     if (lineHeight === 0) return;
-    const seen = Math.ceil(clientHeight / lineHeight) + 1;
-    const full = lines.length * lineHeight;
-    let first = Math.max(0, Math.floor(scrollTop / lineHeight) - BEYOND);
-    let top = first * lineHeight;
-    if (full > MOST_PIXELS) {
-      first = Math.round((scrollTop / (MOST_PIXELS - clientHeight)) * (lines.length - seen + 1));
-      top = scrollTop;
-    }
-    const shown = lines.slice(first, first + seen + (full > MOST_PIXELS ? 0 : 2 * BEYOND));
+    const { first, count, top } = inView(lines.length, lineHeight, scrollTop, clientHeight);
+    const shown = lines.slice(first, first + count);
     this.text.style.transform = `translateY(${top}px)`;
     const drawn = shown.join("\n");
     if (drawn === this.drawn) return; // a selection stays

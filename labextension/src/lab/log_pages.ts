@@ -4,12 +4,41 @@
 
 import { make, write } from "../words";
 import type { LineList } from "./line_list";
-import type { Link } from "./link";
+import type { Link, Outcome } from "./link";
 import { rowsOf } from "./rank_lines";
 import type { Rows } from "./rank_text";
 import { EARLIER, LATER, LOG, LOG_CAPTION, logPage } from "./strings";
 
 const PAUSE = 300; // milliseconds without a key before the log is searched
+
+/** What is read at a time. */
+export interface Page {
+  rows: string[];
+  /** Where the next one begins; null: it is the last. */
+  next: number | null;
+}
+
+/**
+ * Read a page, or search from there on: the kernel searches for some seconds at a time.
+ *
+ * @param isWanted - Whether the reader still waits for it.
+ * @returns null if not.
+ */
+export async function readPage(
+  ask: (position: number) => Promise<Outcome>,
+  position: number,
+  searches: boolean,
+  isWanted: () => boolean,
+): Promise<Page | null> {
+  for (;;) {
+    const { text, failed, log } = await ask(position);
+    if (!isWanted()) return null;
+    const rows = rowsOf(failed ? text : (log?.text ?? ""));
+    const next = log?.next ?? null;
+    if (!searches || rows.length > 0 || next === null) return { rows, next };
+    position = next;
+  }
+}
 
 export class LogPages {
   readonly element = make("span", "log-pages");
@@ -95,17 +124,14 @@ export class LogPages {
   private async read(begins: number[]): Promise<void> {
     const { rank, words } = this;
     const asked = ++this.asked;
-    let position = begins.at(-1) ?? 0;
-    for (;;) {
+    const ask = (position: number): Promise<Outcome> => {
       const { cell, id: id_of_cell, code } = this;
-      const request = { do: "log", ranks: `${rank ?? ""}`, cell, id_of_cell, code, position, words } as const;
-      const { text, failed, log } = await this.link.ask(request);
-      if (asked !== this.asked) return; // the reader has gone on
-      this.next = log?.next ?? null;
-      this.rows = rowsOf(failed ? text : (log?.text ?? ""));
-      if (words === "" || this.rows.length > 0 || this.next === null) break;
-      position = this.next; // it searches for some seconds at a time
-    }
+      return this.link.ask({ do: "log", ranks: `${rank ?? ""}`, cell, id_of_cell, code, position, words });
+    };
+    const page = await readPage(ask, begins.at(-1) ?? 0, words !== "", () => asked === this.asked);
+    if (page === null) return; // the reader has gone on
+    this.rows = page.rows;
+    this.next = page.next;
     this.open = true;
     this.begins = begins;
     this.list.follow = false;

@@ -14,6 +14,7 @@ import type { BarsNews, CellRan } from "../generated/wire";
 import { ranksOf, shownOf } from "./rank_lines";
 import { RankText, type Output, type Rows } from "./rank_text";
 import { Batch } from "./slices";
+import { gapAfter, runShown, tabBeside } from "./tab_choice";
 import { StandIn } from "./stand_in";
 import * as words from "./strings";
 
@@ -116,11 +117,9 @@ export class OutputTabs {
 
   /** Output of a cell that runs is old where the page has lost its server. A cell has a number unless it runs. */
   private readonly drawNote = (): void => {
-    const { cut, closed, kernelGone } = this.link;
     const runs = this.cell.model.executionCount === null;
-    if (runs && closed && this.outputs.length > 0) this.gap ||= words.GAP; // one that has never run has no number either
-    if (runs && kernelGone && this.gap !== "") this.gap = words.GAP_AT_END;
-    const old = runs && cut;
+    this.gap = gapAfter(this.gap, this.link, runs, this.outputs.length > 0);
+    const old = runs && this.link.cut;
     write(this.note, old ? words.CUT_OUTPUT : this.gap || (this.isCutOff ? words.CUT_OFF : ""));
     this.note.title = old ? words.CUT : this.gap === words.GAP ? words.GAP_CAPTION : "";
   };
@@ -144,8 +143,7 @@ export class OutputTabs {
   /** What the kernel has told of the run that is shown. It outlives the kernel, as the output does. */
   private get run(): CellRan | null {
     const { executionCount, sharedModel } = this.cell.model;
-    const runs = [this.link.ran.get(sharedModel.getId()) ?? null, this.ran];
-    return runs.find((run) => run !== null && (executionCount === null || executionCount === run.number)) ?? null;
+    return runShown([this.link.ran.get(sharedModel.getId()) ?? null, this.ran], executionCount);
   }
 
   private lookAt(rank: number | null): void {
@@ -280,9 +278,7 @@ export class OutputTabs {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (step === undefined) return;
     event.preventDefault();
-    const all = [null, ...this.text.ranks];
-    const next = all[Math.max(0, Math.min(all.length - 1, all.indexOf(this.rank) + step))];
-    this.choose(next ?? null);
+    this.choose(tabBeside(this.text.ranks, this.rank, step));
     this.tabs.querySelector<HTMLElement>('[aria-selected="true"]')?.focus();
   };
 

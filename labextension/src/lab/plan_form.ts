@@ -111,8 +111,7 @@ export class PlanForm {
 
   /** What the reader has changed, as text, by setting. */
   private get edits(): Record<string, string> {
-    const changed = [...this.inputs].filter(([setting, input]) => input.value.trim() !== setting.value);
-    return Object.fromEntries(changed.map(([setting, input]) => [setting.name, input.value.trim()]));
+    return editsOf([...this.inputs].map(([setting, input]) => [setting, input.value]));
   }
 
   private readonly changed = (): void => {
@@ -158,10 +157,9 @@ export class PlanForm {
   private drawFields(): void {
     const strategy = [...this.inputs].find(([{ name }]) => name === "strategy")?.[1].value ?? "";
     for (const [setting, input] of this.inputs) {
-      const stranger = !setting.owners.includes(strategy);
       const row = input.parentElement;
-      if (row !== null) row.hidden = stranger && input.value.trim() === setting.default;
-      input.title = stranger && setting.why !== "" ? `${setting.help}; ${setting.why}` : setting.help;
+      if (row !== null) row.hidden = isOfNoUse(setting, input.value, strategy);
+      input.title = captionOf(setting, strategy);
       input.classList.toggle("nbdist-changed", input.value.trim() !== setting.value);
     }
     for (const group of this.settings.querySelectorAll("details")) {
@@ -190,6 +188,22 @@ export class PlanForm {
     this.estimated.classList.toggle("nbdist-failed", failed);
     this.old.hidden = true;
   }
+}
+
+/** What differs from the plan that was read, as text, by setting. */
+export function editsOf(values: [setting: PlanField, text: string][]): Record<string, string> {
+  const changed = values.filter(([setting, text]) => text.trim() !== setting.value);
+  return Object.fromEntries(changed.map(([setting, text]) => [setting.name, text.trim()]));
+}
+
+/** Whether the strategy has no use for a setting, and nobody has set it. */
+export function isOfNoUse(setting: PlanField, text: string, strategy: string): boolean {
+  return !setting.owners.includes(strategy) && text.trim() === setting.default;
+}
+
+/** What a setting is for, and why the strategy has no use for it. */
+export function captionOf(setting: PlanField, strategy: string): string {
+  return setting.owners.includes(strategy) || setting.why === "" ? setting.help : `${setting.help}; ${setting.why}`;
 }
 
 function inputOf(setting: PlanField): Input {

@@ -10,13 +10,14 @@ import labCss from "../../style/lab.css";
 import panelCss from "../../style/panel.css";
 import { canAct, type Action } from "./actions";
 import { addAndRun } from "./add_cell";
+import { headline } from "./headline";
 import type { Modules, NotebookPanel } from "./jupyter";
 import type { Link } from "./link";
 import { MachineView } from "./machine_view";
 import { PlanForm } from "./plan_form";
 import { StartForm } from "./start_form";
 import { addStyle } from "./style";
-import { ASKING, BUTTONS, CLEAR, CONFIRM, CUT, CUT_IDLE, DONE, loss, NO_KERNEL, NO_NOTEBOOK, NOT_LOADED, NOT_USED, progress, stopCaption, summary, WORKING } from "./strings";
+import { BUTTONS, CLEAR, CONFIRM, DONE, loss, progress, stopCaption, WORKING } from "./strings";
 import { VariablesView } from "./variables_view";
 
 /** What the sidebar shows; `element` is in the page. */
@@ -133,7 +134,7 @@ export class Sidebar {
     const { link } = this;
     const state = link?.state ?? null;
     const going = state !== null && state.ranks > 0;
-    write(this.heading, this.words());
+    write(this.heading, headline(link));
     this.cells.replaceChildren(...(state?.cells ?? []).map((cell) => make("div", "sidebar-cell", progress(cell, link?.age ?? 0))));
     this.bar.hidden = !going && (state === null || state.broken === "");
     for (const [name, button] of this.buttons) {
@@ -148,17 +149,6 @@ export class Sidebar {
     if (state === null) this.stopFollowing();
     this.place.hidden = !going;
   };
-
-  private words(): string {
-    const { link } = this;
-    if (link === null) return NO_NOTEBOOK;
-    if (link.trouble !== "") return link.trouble;
-    if (link.kernelGone) return NO_KERNEL;
-    if (link.cut) return (link.state?.ranks ?? 0) > 0 ? CUT : CUT_IDLE;
-    if (link.state !== null) return summary(link.state);
-    if (link.asking) return ASKING;
-    return link.used ? NOT_LOADED : NOT_USED;
-  }
 
   private follow(): void {
     const { link } = this;

@@ -24,7 +24,8 @@ import {
 
 const CPU_RANKS = "2"; // where there is no GPU to count
 
-type Setting = (typeof settings)[number];
+/** A setting that the form has. */
+export type Setting = (typeof settings)[number];
 
 export class StartForm {
   readonly element = make("form", "start");
@@ -70,23 +71,11 @@ export class StartForm {
 
   /** The cell that the form describes. */
   private get source(): string {
-    const start = ["%distributed start", ...this.flags].join(" ");
-    const lines = this.loaded ? [start] : ["%load_ext nbdist", start];
-    if (this.plan.value !== "") {
-      const precision = this.precision.value === precisions[0] ? "" : ` --precision ${this.precision.value}`;
-      lines.push(`%distributed plan ${this.plan.value}${precision}`);
-    }
-    return lines.join("\n");
-  }
-
-  private get flags(): string[] {
-    const words: string[] = [];
-    for (const [{ name, flag }, input] of this.inputs) {
-      const text = input.parentElement?.hidden === true ? "" : input.value.trim();
-      const value = text === "" && name === "num_processes" && this.known === "0" ? CPU_RANKS : text;
-      if (value !== "") words.push(`${flag} ${value}`);
-    }
-    return words;
+    const fields = [...this.inputs].map(([setting, input]): [Setting, string] => [
+      setting,
+      input.parentElement?.hidden === true ? "" : input.value,
+    ]);
+    return sourceOf(fields, { plan: this.plan.value, precision: this.precision.value, loaded: this.loaded, cpu: this.known === "0" });
   }
 
   private readonly check = (): void => {
@@ -115,6 +104,26 @@ export class StartForm {
   }
 }
 
+/** What the form's cell does beside its settings. */
+export interface Wanted {
+  plan: string;
+  precision: string;
+  /** Whether the kernel has loaded nbdist. */
+  loaded: boolean;
+  /** Whether the machine has no GPU. */
+  cpu: boolean;
+}
+
+/** The cell that starts ranks with these settings; an empty text is the default. */
+export function sourceOf(fields: [setting: Setting, text: string][], { plan, precision, loaded, cpu }: Wanted): string {
+  const values = fields.map(([setting, text]) => [setting, text.trim() || (cpu && setting.name === "num_processes" ? CPU_RANKS : "")] as const);
+  const flags = values.flatMap(([{ flag }, value]) => (value === "" ? [] : [`${flag} ${value}`]));
+  const lines = loaded ? [] : ["%load_ext nbdist"];
+  lines.push(["%distributed start", ...flags].join(" "));
+  if (plan !== "") lines.push(`%distributed plan ${plan}${precision === precisions[0] ? "" : ` --precision ${precision}`}`);
+  return lines.join("\n");
+}
+
 function inputOf(setting: Setting): HTMLInputElement {
   const input = make("input", "start-input");
   if (setting.name === "num_processes") input.inputMode = "numeric";
@@ -130,7 +139,8 @@ function fit(setting: Setting, input: HTMLInputElement, cpu: boolean): void {
   if (setting.name === "gpus" && input.parentElement !== null) input.parentElement.hidden = cpu;
 }
 
-function fits(setting: Setting, text: string): boolean {
+/** Whether a text may be this setting's value. */
+export function fits(setting: Setting, text: string): boolean {
   return text === "" || new RegExp(setting.pattern).test(text);
 }
 

@@ -36,7 +36,7 @@ class GivenSegments:
         try:
             for segment in given:
                 self._descriptors.append(segments.open_segment(segment))
-        except BaseException:
+        except BaseException:  # an interrupt too would leave the others open
             self.close()
             raise
         self._sizes = [segment.size for segment in given]
@@ -95,7 +95,7 @@ class Incoming:
             for size in sizes:
                 self._descriptors.append(segments.create())
                 os.ftruncate(self._descriptors[-1], size)
-        except BaseException:
+        except BaseException:  # an interrupt too would leave the memory taken
             self.close()
             raise
 

@@ -98,7 +98,7 @@ def main() -> None:
     try:
         become_rank(parent, *descriptors)
         code = 0
-    except BaseException:
+    except BaseException:  # `_exit` below would hide why the rank ends
         traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(code)
@@ -204,7 +204,7 @@ class RankProcess:
             own_meeting_point = functools.partial(join.own_meeting_point, join.meeting_point())
             spawning.install(self._shell.is_main, join.own_store, own_meeting_point, lambda: self._company)
             backend = self._group.make()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the start that waits for this rank reports it
             self._cells.send(encode(Ready(self._setup.rank, "", "", f"{type(error).__name__}: {error}")))
         else:
             self._cells.send(encode(Ready(self._setup.rank, str(device), backend)))
@@ -368,7 +368,7 @@ class RankProcess:
                 reply = self._failed(task, failure)
             elif self._stop.was_given(task.serial):
                 reply = msgspec.structs.replace(reply, caught=True)
-        except BaseException as error:
+        except BaseException as error:  # the cell may raise anything, and that is its result
             reply = self._failed(task, self._shell.fail(error))
         self._end_if_forked(reply.failure)
         return reply

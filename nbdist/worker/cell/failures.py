@@ -304,7 +304,7 @@ def _is_users(filename: str) -> bool:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except Exception as broken:  # the user's own __str__ may raise anything
         return f"<its str() raised {type(broken).__name__}>"
 
 
@@ -312,7 +312,7 @@ def _pickle(error: BaseException) -> bytes | None:
     sink = _Sink()
     try:
         _Pickler(sink).dump(error)
-    except Exception:
+    except Exception:  # so may what pickle calls; the error then arrives as text only
         return None
     return b"".join(sink.chunks)
 

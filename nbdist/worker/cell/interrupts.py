@@ -252,7 +252,7 @@ class CellLoop:
         task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(task)
-        except BaseException:
+        except BaseException:  # an interrupt above all
             if not task.done():
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):

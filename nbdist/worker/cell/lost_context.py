@@ -85,6 +85,6 @@ def _probe() -> int:
     cuda: Any = sys.modules["torch.cuda"]
     try:
         cuda.current_stream().query()
-    except Exception as error:
+    except Exception as error:  # torch and drivers have raised several types for this
         return _code(error)
     return 0

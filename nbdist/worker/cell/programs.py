@@ -97,7 +97,7 @@ def run_command(command: str, undisturbed: Callable[[], AbstractContextManager[N
         )
     try:
         return process.wait()
-    except BaseException:
+    except BaseException:  # an interrupt: the program must not outlive its cell
         _end_group(process)
         raise
 

@@ -140,6 +140,6 @@ class ControlThread:
             return encode(Answer(message.request, self._rank, work(message.question), message.asker))
         except NbdistError as error:
             return encode(Answer(message.request, self._rank, NoAnswer(str(error)), message.asker))
-        except BaseException as error:
+        except BaseException as error:  # a repr of the user's may raise SystemExit
             why = traceback.format_exception_only(type(error), error)[-1].strip()
             return encode(Answer(message.request, self._rank, NoAnswer(why), message.asker))

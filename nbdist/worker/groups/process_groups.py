@@ -378,7 +378,7 @@ class Collectives:
             try:
                 with self._created(name, living[name].size()):
                     self._renew(living[name], store, known)
-            except Exception as error:
+            except Exception as error:  # of any backend; until a restart, who uses the group must be told
                 known.unusable = f"this process group could not be renewed ({error}): use `%distributed restart`"
                 raise
             self._cut.discard(name)

@@ -173,5 +173,5 @@ def _takes_text(stream: Any) -> bool:
     """Return whether something in the place of `sys.stdout` can be printed to."""
     try:
         return callable(stream.write) and not getattr(stream, "closed", False)
-    except Exception:
+    except Exception:  # what a user puts there may do anything when it is asked
         return False

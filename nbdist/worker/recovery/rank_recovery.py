@@ -180,7 +180,7 @@ class RankRecovery:
             self._collectives.adopt(task.recipes, self._setup.rank)
             active_training.newcomer = True
             self._group.adopted()
-        except Exception as error:
+        except Exception as error:  # of any backend; who heals decides what to do without this rank
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
         return InOrder()
 
@@ -195,7 +195,7 @@ class RankRecovery:
         try:
             self._resized, self._news = take_groups(self._collectives, setup, task)
             self._group.adopted()
-        except Exception as error:
+        except Exception as error:  # likewise
             return InOrder(f"{type(error).__name__}: {error}".splitlines()[0])
         return InOrder()
 

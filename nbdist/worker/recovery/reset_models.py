@@ -185,7 +185,7 @@ def _reset_each(things: Iterable[Any], reset: Any, notes: list[str]) -> int:
             count += 1
         except _CannotRevive as reason:
             notes.append(f"{_title(thing)} can't continue after a lost step: {reason}")
-        except Exception as error:
+        except Exception as error:  # torch's internals, or the user's class: the other models are reset all the same
             text = str(error).split("\n", 1)[0]
             notes.append(f"{_title(thing)} can't continue ({type(error).__name__}: {text}): build it again")
     return count
@@ -279,7 +279,7 @@ def _fsdp_state(block: Any) -> Any:
     """Return the state of a module that `fully_shard` was applied to, None where it did not get that far."""
     try:
         return block._get_fsdp_state()
-    except Exception:
+    except Exception:  # a private method of torch's: what it raises is not promised
         return None
 
 

@@ -270,7 +270,7 @@ def _note() -> None:
         return
     try:
         _seen = _look(list(_outwards(sys._getframe(1))))
-    except Exception:
+    except Exception:  # whatever it was, torch goes on
         _seen = Initialization(time=time.time())
 
 
@@ -459,7 +459,7 @@ def _reserved_by_torch() -> list[tuple[str, int]]:
             (f"GPU-{cuda.get_device_properties(index).uuid}", int(cuda.memory_reserved(index)))
             for index in range(cuda.device_count())
         ]
-    except Exception:
+    except Exception:  # torch raises many kinds, such as after an error of the driver
         return []
 
 

@@ -147,7 +147,7 @@ class RankFailure:
             return None
         try:
             value = pickle.loads(self.pickled)
-        except Exception:
+        except Exception:  # what a user's class raises there
             return None
         return value if isinstance(value, BaseException) else None
 

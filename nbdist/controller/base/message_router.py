@@ -71,7 +71,7 @@ class MessageRouter:
         self.node_keys = self._listener.admit(_node(0), url)
         try:
             self._write(self._listener.admit(_NOTEBOOK, url))
-        except Exception:
+        except Exception:  # whatever it was, no file is left
             self.remove_files()
             raise
 

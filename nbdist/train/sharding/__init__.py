@@ -1,1 +1,1 @@
-"""Models in shards: device meshes, first values, what is gathered, and calls from outside their forward."""
+"""Models in shards: first values, what is gathered, and calls from outside their forward."""

@@ -103,20 +103,19 @@ def test_the_table_has_a_row_for_each_rank_and_says_what_is_not_known() -> None:
     assert "%distributed tflops on" in explain({})
 
 
-def spending(gpus: list[str], price: float | None, joules: float | None = 90_000.0) -> str:
+def spending(gpus: list[str], joules: float | None = 90_000.0) -> str:
     """The line below a cell of 40 steps of 500 tokens a rank, which took half an hour."""
     steps = {
         rank: StepSample(steps=40, seconds=45.0, units=500, unit="tokens", spent=Spent(1800.0, joules, gpu))
         for rank, gpu in enumerate(gpus)
     }
-    return render(steps, price=price)
+    return render(steps)
 
 
-def test_the_energy_of_a_gpu_counts_once_and_a_price_is_for_each_rank_and_hour() -> None:
-    assert "energy 0.050 kWh, 4.5 J a token; cost 2.5 at 2.5 per rank and hour" in spending(["GPU-0", "GPU-1"], 2.5)
-    assert "energy 0.025 kWh, 2.25 J a token" in spending(["GPU-0", "GPU-0"], None)  # which both ranks use
-    assert "energy" not in spending(["GPU-0"], None, joules=None) and "cost" not in spending(["GPU-0"], None)
-    assert "cost 1.25 at" in spending([""], 2.5, joules=None)
+def test_the_energy_of_a_gpu_counts_once() -> None:
+    assert "energy 0.050 kWh, 4.5 J a token" in spending(["GPU-0", "GPU-1"])
+    assert "energy 0.025 kWh, 2.25 J a token" in spending(["GPU-0", "GPU-0"])  # which both ranks use
+    assert "energy" not in spending(["GPU-0"], joules=None)
 
 
 def test_no_line_below_a_cell_is_longer_than_100_characters_and_nothing_is_lost() -> None:

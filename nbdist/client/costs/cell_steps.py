@@ -44,14 +44,12 @@ class CellSteps(Observer):
         on: Whether steps are measured.
         shown: Whether a line is shown below cells that made steps.
         last: What the last cell with training steps took, by rank.
-        price: Of a rank for an hour, in any currency; None: costs are not shown.
         trouble: Why steps can't be measured at all; empty: nothing is known of that.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.on = self.shown = False
         self.last: dict[int, StepSample] = {}
-        self.price: float | None = None
         self.trouble = ""
         self._recomputation = Recomputation()
         events: Any = shell.events
@@ -86,7 +84,7 @@ class CellSteps(Observer):
         if not self.shown:
             return ""
         samples = _steps_in(task)
-        figures = render(samples, [rank for rank in task.ranks if rank not in task.replies], self.price)
+        figures = render(samples, [rank for rank in task.ranks if rank not in task.replies])
         change = self._recomputation.compare(task)
         return "\n".join(filter(None, (figures, *_wrapped(change), self._new_trouble(samples))))
 
@@ -120,7 +118,7 @@ class CellSteps(Observer):
             self.last = {HERE: lap}
         if self.shown and lap is not None:
             samples = {HERE: lap}
-            if line := render(samples, price=self.price) or self._new_trouble(samples):
+            if line := render(samples) or self._new_trouble(samples):
                 print(line)
 
 
@@ -153,13 +151,12 @@ def _known(seconds: float | None) -> str:
     return "n/a" if seconds is None else duration(seconds)
 
 
-def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price: float | None = None) -> str:
+def render(samples: Mapping[int, StepSample], missing: Sequence[int] = ()) -> str:
     """Return a line about the steps of a cell, and below it what is not known, with the reason.
 
     Args:
         samples: By rank, of the whole cell.
         missing: Its ranks that have not answered.
-        price: Of a rank for an hour; None: not to be shown.
 
     Returns:
         Steps, time, units of work, TFLOPS, MFU, HFU, waiting, in lines of at most 100 characters; empty without steps,
@@ -174,7 +171,7 @@ def render(samples: Mapping[int, StepSample], missing: Sequence[int] = (), price
         parts += [_time(timed), *_throughput(timed, _slowest(timed)), *_rates(timed)]
     why = step_shares.sentence(timed) if len(timed) > 1 else ""
     parts += [] if why else _waiting(timed)  # which the sentence says
-    notes = [*_spending(stepping, price), *_notes(stepping, timed)]
+    notes = [*_spending(stepping), *_notes(stepping, timed)]
     if missing:
         notes.append(f"{describe_ranks(sorted(missing))} missing")
     below = [*([why] if why else []), *(["; ".join(notes)] if notes else [])]
@@ -290,21 +287,17 @@ def _throughput(samples: Mapping[int, StepSample], seconds: float) -> list[str]:
     return [f"{units / seconds:,.0f} {kinds.pop()}/s"]
 
 
-def _spending(samples: Mapping[int, StepSample], price: float | None) -> list[str]:
-    """Return the energy of the cell's GPUs, of a unit of its work, and what its ranks' time costs."""
+def _spending(samples: Mapping[int, StepSample]) -> list[str]:
+    """Return the energy of the cell's GPUs, and of a unit of its work."""
     spent = [sample.spent for sample in samples.values() if sample.spent is not None]
-    found = []
     joules = {each.gpu: each.joules for each in spent if each.joules is not None}  # ranks may share a GPU
-    if joules and len(spent) == len(samples) and all(each.joules is not None for each in spent):
-        whole = sum(joules.values())
-        kinds = {sample.unit for sample in samples.values() if sample.unit}
-        units = sum((samples[ranks[0]].units or 0.0) * samples[ranks[0]].steps for ranks in _sharing(samples))
-        each = f", {whole / units:.3g} J a {kinds.pop().removesuffix('s')}" if units and len(kinds) == 1 else ""
-        found.append(f"energy {energy(whole)}{each}")
-    if price is not None and spent:
-        hours = len(samples) * max(each.seconds for each in spent) / 3600
-        found.append(f"cost {price * hours:.3g} at {price:g} per rank and hour")
-    return found
+    if not joules or len(spent) < len(samples) or any(each.joules is None for each in spent):
+        return []
+    whole = sum(joules.values())
+    kinds = {sample.unit for sample in samples.values() if sample.unit}
+    units = sum((samples[ranks[0]].units or 0.0) * samples[ranks[0]].steps for ranks in _sharing(samples))
+    each = f", {whole / units:.3g} J a {kinds.pop().removesuffix('s')}" if units and len(kinds) == 1 else ""
+    return [f"energy {energy(whole)}{each}"]
 
 
 def _sharing(samples: Mapping[int, StepSample]) -> list[list[int]]:

@@ -126,14 +126,6 @@ def number(text: str) -> int:
     return int(text)
 
 
-def price(text: str) -> float:
-    """Parse a price: 0 or more."""
-    value = _float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"invalid price {text!r}: use a number, 0 or more, for example 2.5")
-    return value
-
-
 def seconds(text: str) -> float:
     """Parse a duration greater than 0."""
     value = _float(text)

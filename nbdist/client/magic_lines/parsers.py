@@ -10,7 +10,6 @@ from nbdist.client.magic_lines.magic_line import (
     item,
     linger,
     number,
-    price,
     seconds,
     variable,
     variable_item,
@@ -226,9 +225,6 @@ def _panel() -> MagicParser:
 def _tflops() -> MagicParser:
     parser = MagicParser("%distributed tflops", "Show below each cell what its training steps took: time, TFLOPS, MFU.")
     parser.add_argument("state", nargs="?", choices=("on", "off"))
-    parser.add_argument(
-        "--price", type=price, metavar="P", help="price of one rank for an hour, in any currency: shows what cells cost"
-    )
     return parser
 
 

@@ -89,8 +89,6 @@ class CostVerbs:
 
     def switch_steps(self, arguments: argparse.Namespace) -> None:
         """Show what training steps take, or report whether that is shown (`%distributed tflops`)."""
-        if arguments.price is not None:
-            self.steps.price = arguments.price
         if arguments.state is not None:
             self.steps.switch(arguments.state == "on", here=living_session() is None)
         print(

@@ -5,8 +5,6 @@ Independent of what the messages cause, and of the connections that carry them (
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from nbdist.wire.alike import Alike
@@ -159,7 +157,7 @@ AnyMessage = (
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
 
 
-def encode(message: Any) -> bytes:
+def encode(message: object) -> bytes:
     """Encode a message, or a part of one, as a frame. Lone surrogates, which a frame can't hold as text, are escaped.
 
     Names given by the system (StartOptions) keep them.

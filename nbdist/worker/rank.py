@@ -222,7 +222,7 @@ class RankProcess:
         """Return the number of the running cell among those of these ranks: the same on all nodes of a launch."""
         return self._stop.running % SERIALS
 
-    def _own_names(self, device: Any) -> dict[str, Any]:
+    def _own_names(self, device: object) -> dict[str, Any]:
         setup = self._setup
         return {
             "nbdist": sys.modules["nbdist"],  # for the user: no module of a rank goes through the package
@@ -437,7 +437,7 @@ class RankProcess:
     def _listen_for_debugger(self, task: Execute) -> Reply:
         return Reply(task.serial, self._setup.rank, "ok", payload=msgspec.msgpack.encode(debug_server.listen()))
 
-    def _with_value(self, task: Execute, value: Any, name: str) -> Reply:
+    def _with_value(self, task: Execute, value: object, name: str) -> Reply:
         return self._with_parcel(task, transfer.pack(value, name=name))
 
     def _with_parcel(self, task: Execute, packed: transfer.Packed) -> Reply:

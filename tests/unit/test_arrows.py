@@ -60,7 +60,7 @@ ALLOWED = {
     "train.structure",
     "train.estimate": "metrics.compute metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
-    "worker.lanes": "wire wire.messages",
+    "worker.lanes": "wire wire.base wire.messages",
     "worker.processes": "",
     "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire.messages wire.questions "
     "worker.lanes",

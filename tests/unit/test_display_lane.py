@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from nbdist.wire.base.json_value import MimeBundle
 from nbdist.wire.frames import decode
 from nbdist.wire.messages.output import Display, WidgetMessage
 from nbdist.worker.lanes.display_lane import DisplayLane
@@ -31,7 +32,7 @@ def wire() -> Iterator[tuple[DisplayLane, zmq.Socket[bytes]]]:
     ids=["text", "JSON", "metadata"],
 )
 def test_a_display_counts_with_all_that_it_sends(
-    wire: tuple[DisplayLane, zmq.Socket[bytes]], data: dict[str, object], metadata: dict[str, object]
+    wire: tuple[DisplayLane, zmq.Socket[bytes]], data: MimeBundle, metadata: MimeBundle
 ) -> None:
     lane, end = wire
     lane.show("display", data, metadata)

@@ -189,7 +189,7 @@ class Screen:
     def _publish_item(self, ranks: tuple[int, ...], item: Display) -> None:
         display_id = f"{item.display_id}-rank{item.rank}" if item.display_id else ""
         if _is_text(item):
-            data = {"text/plain": _labeled(self._names.label(ranks), item.data["text/plain"])}
+            data = {"text/plain": _labeled(self._names.label(ranks), str(item.data["text/plain"]))}
             self._publisher.item("update" if item.kind == "update" else "display", data, item.metadata, display_id)
             return
         if item.kind == "update":
@@ -207,7 +207,8 @@ class Screen:
         if self._results:
             self.silent = False
             lines = "\n".join(
-                _labeled(self._names.label(ranks), item.data["text/plain"]) for ranks, item in _grouped(self._results)
+                _labeled(self._names.label(ranks), str(item.data["text/plain"]))
+                for ranks, item in _grouped(self._results)
             )
             kind: Kind = "update" if self._results_shown else "display"
             self._results_shown = True

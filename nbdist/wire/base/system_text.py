@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: object, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to every leaf of a value made of lists and dicts."""
     if isinstance(value, dict):
         return {change(key): mapped(item, change) for key, item in value.items()}
@@ -19,12 +19,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: object) -> Any:
     """Return the same value with lone surrogates escaped, for people to read."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
-def as_bytes(value: Any) -> Any:
+def as_bytes(value: object) -> Any:
     """Return the same value with text that has lone surrogates as bytes; `as_text` reverses it."""
     if not isinstance(value, str):
         return value
@@ -32,6 +32,6 @@ def as_bytes(value: Any) -> Any:
     return encoded if any("\ud800" <= letter <= "\udfff" for letter in value) else value
 
 
-def as_text(value: Any) -> Any:
+def as_text(value: object) -> Any:
     """Reverse `as_bytes`."""
     return mapped(value, lambda item: item.decode(errors="surrogatepass") if isinstance(item, bytes) else item)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from nbdist.wire.base.json_value import MimeBundle
 from nbdist.wire.base.message import Message, Size
 
 STDOUT, STDERR = 1, 2
@@ -38,8 +39,8 @@ class Display(Message, frozen=True):
     rank: int
     sequence: int
     kind: ItemKind
-    data: dict[str, Any]
-    metadata: dict[str, Any]
+    data: MimeBundle
+    metadata: MimeBundle
     display_id: str = ""
     wait: bool = False
     size: int = 0
@@ -55,8 +56,8 @@ class WidgetMessage(Message, frozen=True):
     event: str
     comm_id: str
     target: str
-    data: dict[str, Any]
-    metadata: dict[str, Any]
+    data: MimeBundle
+    metadata: MimeBundle
     buffers: list[bytes]
     size: int = 0
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from nbdist.metrics.node.sample import RankSample
+from nbdist.wire.base.json_value import MimeBundle
 from nbdist.wire.questions.question import AnswerBody, Done, Question
 
 
@@ -74,7 +73,7 @@ class Complete(Question[Completions], frozen=True):
 class Inspection(AnswerBody, frozen=True):
     """The documentation of a name as a MIME bundle; None if there is no such name."""
 
-    bundle: dict[str, Any] | None
+    bundle: MimeBundle | None
 
 
 class Inspect(Question[Inspection], frozen=True):

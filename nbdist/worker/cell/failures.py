@@ -336,7 +336,7 @@ class _Sink:
 class _Pickler(pickle.Pickler):
     """Refuses tensors: an error report is not a way to copy them, and unpickling one may wake the notebook's CUDA."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             raise pickle.PicklingError("a tensor")

@@ -107,7 +107,7 @@ class RankPdb(Pdb):
         self._interrupted = False
         self._stopped = False  # anywhere yet
 
-    def cmdloop(self, intro: Any = None) -> None:
+    def cmdloop(self, intro: object = None) -> None:
         """Read commands, like `cmd.Cmd.cmdloop`."""
         try:
             super().cmdloop(intro)
@@ -115,7 +115,7 @@ class RankPdb(Pdb):
             self._interrupted = True
             raise
 
-    def interaction(self, frame: types.FrameType | None, tb_or_exc: Any) -> None:
+    def interaction(self, frame: types.FrameType | None, tb_or_exc: object) -> None:
         """Debug a frame, or the frames of a traceback."""
         self._stopped = True
         super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class RankPdb(Pdb):
         if frame.f_code.co_name != "<module>":
             super().user_call(frame, argument_list)
 
-    def user_return(self, frame: types.FrameType, return_value: Any) -> None:
+    def user_return(self, frame: types.FrameType, return_value: object) -> None:
         """Stop where a function returns, and at a `breakpoint()` that ends a cell."""
         if frame.f_code.co_name != "<module>" or not self._stopped:
             super().user_return(frame, return_value)
@@ -170,7 +170,7 @@ def _is_called_by_user(frame: types.FrameType | None) -> bool:
     return False
 
 
-def _break(*args: Any, **keywords: Any) -> Any:
+def _break(*args: object, **keywords: object) -> Any:
     """Stop in IPython's debugger at `breakpoint()`, or do what PYTHONBREAKPOINT says."""
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **keywords)

@@ -10,7 +10,7 @@ from nbdist.errors import TransferError
 from nbdist.wire.messages.rank_processes import RankSetup
 
 
-def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def call(function: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
     """Call it. `sys.exit()` ends a process well, and so is a return of None here, as in torch's launchers."""
     try:
         return function(*arguments, **keywords)
@@ -25,7 +25,7 @@ def is_plain_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def pack(value: Any, setup: RankSetup) -> transfer.Packed:
+def pack(value: object, setup: RankSetup) -> transfer.Packed:
     """Pack a rank's return value, or the reason why it can't be sent: its work is done either way."""
     if setup.rank and not setup.options.all_results:
         value = None

@@ -119,7 +119,7 @@ class RankDisplayPublisher(DisplayPublisher):
         *,
         transient: dict[str, Any] | None = None,
         update: bool = False,
-        **_: Any,
+        **_: object,
     ) -> None:
         display_id = (transient or {}).get("display_id", "")
         self.shell.lane.show("update" if update else "display", data, metadata or {}, display_id)
@@ -241,7 +241,7 @@ class RankShell(InteractiveShell):
         failure = self.failure
         return failure, self.displayhook.result_text if failure is None else None
 
-    def run_cell(self, *args: Any, **keywords: Any) -> Any:
+    def run_cell(self, *args: object, **keywords: object) -> Any:
         """Run a cell from inside of another one: its lines are counted from its own first line."""
         offset, self.compile.offset = self.compile.offset, 0
         file, self.compile.file = self.compile.file, ""
@@ -312,7 +312,7 @@ class RankShell(InteractiveShell):
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         getattr(self.compile, "_filename_map", {})[filename] = number
 
-    def is_main(self, function: Any) -> bool:
+    def is_main(self, function: object) -> bool:
         """Return whether a function belongs to `__main__`: to a cell, or to a file that `%run` runs or has run."""
         return bool(getattr(function, "__module__", None) == self.user_module.__name__)
 
@@ -328,7 +328,7 @@ class RankShell(InteractiveShell):
 
     def showtraceback(
         self,
-        exc_tuple: Any = None,
+        exc_tuple: object = None,
         filename: str | None = None,
         tb_offset: int | None = None,
         exception_only: bool = False,
@@ -382,7 +382,7 @@ class RankShell(InteractiveShell):
         explained = oom.explain(error, self.user_ns)
         return f"{rendered}\n{explained}" if explained else rendered
 
-    def _add_failure(self, error: BaseException, traceback: Any, *, compiled: bool = True) -> None:
+    def _add_failure(self, error: BaseException, traceback: object, *, compiled: bool = True) -> None:
         """Keep it; in place of what it came from, which its traceback shows as well."""
         interrupt = failures.answered_by_exit(error)
         if interrupt is not None:
@@ -399,7 +399,7 @@ class RankShell(InteractiveShell):
     def _is_known(self, error: BaseException) -> bool:
         return is_plain_exit(error) or any(known is error for known, _ in self._failures)
 
-    def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
+    def _format_exception_for_storage(self, exception: BaseException, *_: object, **__: object) -> dict[str, Any]:
         """Render no second traceback for a history that nobody reads, as IPython 9 does."""
         return {"ename": type(exception).__name__, "evalue": "", "traceback": []}
 
@@ -437,9 +437,9 @@ class RankShell(InteractiveShell):
         """End the cell, not the rank, on `exit`."""
         raise SystemExit
 
-    def _show_in_pager(self, data: Any, start: int, screen_lines: int) -> None:
+    def _show_in_pager(self, data: object, start: int, screen_lines: int) -> None:
         bundle = data if isinstance(data, dict) else {"text/plain": data}
-        self.lane.show("display", {"text/plain": bundle.get("text/plain", "")}, {})
+        self.lane.show("display", {"text/plain": str(bundle.get("text/plain", ""))}, {})
 
 
 def _clear_apart(error: BaseException) -> None:

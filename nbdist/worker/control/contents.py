@@ -65,7 +65,7 @@ def contents_of(value: Any) -> list[tuple[Any, Any]] | None:
     return _stored(value, held)
 
 
-def entries_of(value: Any) -> list[tuple[str, Any]]:
+def entries_of(value: object) -> list[tuple[str, Any]]:
     """Return what a value holds, by what is written after its name: "['lr']", ".weight"; empty: nothing is read."""
     contents = contents_of(value) or []
     if not is_plain(value):
@@ -73,7 +73,7 @@ def entries_of(value: Any) -> list[tuple[str, Any]]:
     return [(f"[{key!r}]", each) for key, each in contents] if has_entries(value, contents) else []
 
 
-def has_entries(value: Any, contents: list[tuple[Any, Any]]) -> bool:
+def has_entries(value: object, contents: list[tuple[Any, Any]]) -> bool:
     """Return whether there are entries of a value, of which these are the contents."""
     return bool(contents) and (not _is_dict(value) or all(_is_literal(key) for key, _ in contents))
 
@@ -103,7 +103,7 @@ def find(names: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _entry(value: Any, attribute: bool, wanted: Any) -> Any:
+def _entry(value: object, attribute: bool, wanted: object) -> Any:
     contents = contents_of(value) or []
     if not is_plain(value):
         wanted = str(wanted)  # `layers[0]` is the child "0"
@@ -117,12 +117,12 @@ def _entry(value: Any, attribute: bool, wanted: Any) -> Any:
     raise KeyError(wanted)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether this is a list, a tuple or a dict, whose entries are no attributes."""
     return type(value) is list or type(value) is tuple or _is_dict(value)
 
 
-def _is_dict(value: Any) -> bool:
+def _is_dict(value: object) -> bool:
     return any(type(value) is each for each in _DICTS)
 
 
@@ -141,7 +141,7 @@ def _is_literal(key: Any) -> bool:
     return any(kind is each for each in BASIC) and not (kind is int and key.bit_length() > _LONG)
 
 
-def tensors_in(value: Any) -> list[Any] | None:
+def tensors_in(value: object) -> list[Any] | None:
     """Return the tensors and arrays in a value, each once; None: it holds too much to look at all of it."""
     found, seen, waiting = [], set(), [value]
     while waiting:
@@ -188,33 +188,33 @@ def array_of(value: Any) -> Any:
     return value if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject else None
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> bool:
     """Return whether this is a tensor of which each rank has a part."""
     return type(value) is getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Return whether this is a model."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.nn.Module in type(value).__mro__
 
 
-def _is_loader(value: Any) -> bool:
+def _is_loader(value: object) -> bool:
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.DataLoader in type(value).__mro__
 
 
-def _is_sampler(value: Any) -> bool:
+def _is_sampler(value: object) -> bool:
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.Sampler in type(value).__mro__
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.optim.Optimizer in type(value).__mro__
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def _attributes(value: object) -> dict[str, Any] | None:
     """Return what an object has stored; None: it has no such dict, or code of its class makes one up."""
     made = next((base.__dict__["__dict__"] for base in type(value).__mro__ if "__dict__" in base.__dict__), None)
     if type(made) is not types.GetSetDescriptorType:
@@ -223,7 +223,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return held
 
 
-def _stored(value: Any, held: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
+def _stored(value: object, held: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
     """Return the attributes of an object by name, without what it has worked out from the others; None: it has more."""
     bases = [base for base in type(value).__mro__ if base is not object]
     if type(type(value)) not in (type, abc.ABCMeta) or any(_keeps_more(base) for base in bases):

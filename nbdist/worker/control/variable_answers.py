@@ -11,7 +11,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,6 +42,9 @@ from nbdist.worker.control.contents import (
     tensor_of,
     tensors_in,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EACH = 64 << 20  # bytes of a variable that is hashed without being asked for by name
 _TIME = 1.0  # seconds for all of these
@@ -137,7 +140,7 @@ class VariableAnswers:
         most = gaps.max().item()
         return Gap(len(places), question.start + int(places[0]), most if most == most else float("inf"))
 
-    def _inside(self, path: str, value: Any, above: frozenset[int]) -> Iterator[Held]:
+    def _inside(self, path: str, value: object, above: frozenset[int]) -> Iterator[Held]:
         """Yield what is in a value. A container there is hashed by its keys: what they lead to follows."""
         inside = above | {id(value)}
         for written, each in entries_of(value):
@@ -158,7 +161,9 @@ class VariableAnswers:
             raise UsageError(f"{name} is {what}")
         return tensor
 
-    def _held(self, name: str, value: Any, deadline: float | None, digest: Callable[[Any], str] | None = None) -> Held:
+    def _held(
+        self, name: str, value: object, deadline: float | None, digest: Callable[[Any], str] | None = None
+    ) -> Held:
         held = Held(name, _kind_of(value))
         try:
             held = _described(name, value)
@@ -181,7 +186,7 @@ def _found(names: Mapping[str, Any], path: str) -> list[Any]:
         return []
 
 
-def _is_skipped(value: Any) -> bool:
+def _is_skipped(value: object) -> bool:
     kind = type(value)
     return any(kind is each for each in _SKIPPED) or type in kind.__mro__
 
@@ -212,12 +217,12 @@ def _described(name: str, value: Any) -> Held:
     )
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     """Return a hash of a value.
 
     Raises:
@@ -231,7 +236,7 @@ def _digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def _digest_of_keys(value: Any) -> str:
+def _digest_of_keys(value: object) -> str:
     keys = "".join(written for written, _ in entries_of(value))
     return hashlib.blake2b(keys.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
@@ -264,7 +269,7 @@ def _pieces(value: Any, above: tuple[int, ...]) -> Iterator[bytes]:
         raise _NotHashed(_UNKNOWN)
 
 
-def _chunks(tensor: Any) -> Iterator[bytes]:
+def _chunks(tensor: Tensor) -> Iterator[bytes]:
     if _unreadable(tensor):
         raise _NotHashed(_UNKNOWN)
     flat = tensor.reshape(-1)
@@ -273,7 +278,7 @@ def _chunks(tensor: Any) -> Iterator[bytes]:
         yield _bytes_of(flat[start : start + count])
 
 
-def _unreadable(tensor: Any) -> str:
+def _unreadable(tensor: Tensor) -> str:
     """Return what a tensor is if its elements are not read as numbers one after the other; "": they are."""
     import torch
 
@@ -290,14 +295,14 @@ def _unreadable(tensor: Any) -> str:
     return f"a sparse ({form.upper()}) tensor" if kind == "sparse" else f"a tensor of layout {layout}"
 
 
-def _bytes_of(tensor: Any) -> bytes:
+def _bytes_of(tensor: Tensor) -> bytes:
     import torch
 
     data: bytes = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
     return data
 
 
-def _is_nan(tensor: Any) -> Any:
+def _is_nan(tensor: Tensor) -> Any:
     return tensor.ne(tensor)  # also of types for which torch has no `isnan`
 
 
@@ -311,7 +316,7 @@ class _Sums:
         self._nans = self._other = self._zeros = 0  # `_other`: not finite
         self._bins: list[int] = []
 
-    def add(self, piece: Any, low: float | None, high: float | None) -> None:
+    def add(self, piece: Tensor, low: float | None, high: float | None) -> None:
         """Add elements. `low`, `high`: the ends of the histogram; None for none."""
         import torch
 

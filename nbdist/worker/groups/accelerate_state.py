@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from types import ModuleType
-from typing import Any
 
 from nbdist.base.checks import is_on
 from nbdist.base.imports import after_import
@@ -36,7 +35,7 @@ def _teach(module: ModuleType) -> None:
     make = state.__init__
 
     @functools.wraps(make)
-    def init(self: Any, cpu: bool = False, **options: Any) -> None:
+    def init(self: object, cpu: bool = False, **options: object) -> None:
         make(self, cpu or is_on("ACCELERATE_USE_CPU"), **options)
 
     state.__init__ = init

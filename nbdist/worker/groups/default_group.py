@@ -109,7 +109,7 @@ class DefaultGroup:
         dist.init_process_group = c10d.init_process_group = init_process_group
 
 
-def _check(backend: str | None, world_size: int, rank: int, store: Any) -> None:
+def _check(backend: str | None, world_size: int, rank: int, store: object) -> None:
     """Refuse what the session's group can't be.
 
     Raises:

@@ -17,11 +17,14 @@ import random
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
 from nbdist.wire.messages.life import Place, StartOptions
 from nbdist.wire.messages.rank_processes import RankSetup
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -175,7 +178,7 @@ def bound_device(setup: RankSetup, backend: str) -> Any:
     return _gpu(setup) if own and "nccl" in backend else None
 
 
-def join(setup: RankSetup, store: Any, attempt: int = 0) -> str:
+def join(setup: RankSetup, store: Store, attempt: int = 0) -> str:
     """Make the default process group.
 
     Args:
@@ -236,7 +239,7 @@ def separate_rendezvous(
         return
     latest, own = (0, 0), os.getpid()
 
-    def handler(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    def handler(*args: object, **kwargs: object) -> Iterator[tuple[Any, int, int]]:
         nonlocal latest
         if os.getpid() != own and meeting_point() == ours:
             raise UsageError(_STARTED_BY_A_RANK.format(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")))

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.base import limits
 from nbdist.base.ranks import describe_ranks
@@ -37,6 +37,10 @@ from nbdist.worker.groups import descriptors, torch_groups
 from nbdist.worker.groups.creation import Creation
 from nbdist.worker.groups.flight_record import Record, group_label
 from nbdist.worker.groups.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+    from torch.distributed import ProcessGroup, Store
 
 _FIRST_SLOT = 16  # torch's own backend types lie below; a type can be used once in a ProcessGroup's life
 _LAST_SLOT = 254
@@ -113,7 +117,7 @@ class Collectives:
 
         signature = inspect.signature(original)
 
-        def helper(*args: Any, **kwargs: Any) -> Any:
+        def helper(*args: object, **kwargs: object) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             name, members = str(given.get("group_name", "")), list(given.get("global_ranks_in_group", []))
             if self._unclaimed is not None and torch_groups.rank() in members:
@@ -174,7 +178,7 @@ class Collectives:
                 self._groups.setdefault(name, _Group()).epolls.update(connected)
             descriptors.keep_from_children(fd for fd, link in after.items() if before.get(fd) != link)
 
-    def name_of(self, group: Any) -> str:
+    def name_of(self, group: object) -> str:
         """Return the name that torch has given a group (None: the default one); "" for none that it knows."""
         world = torch_groups.world()
         if group is None:
@@ -250,7 +254,7 @@ class Collectives:
             self._cut_store()
         self._cut |= set(names)
 
-    def _abort(self, name: str, group: Any, *, limit: timedelta = timedelta(0)) -> bool:
+    def _abort(self, name: str, group: ProcessGroup, *, limit: timedelta = timedelta(0)) -> bool:
         """Abort a group. Returns whether there was something to abort; it may be under way after the limit still."""
         if group.size() < 2:
             return False
@@ -266,7 +270,7 @@ class Collectives:
                 aborted = True
         return aborted
 
-    def _abort_apart(self, backend: Any) -> threading.Thread:
+    def _abort_apart(self, backend: Backend) -> threading.Thread:
         """Abort in a thread: NCCL's can wait as long as the group's own time-out, and the control thread never may."""
         thread = self._aborts.get(id(backend))
         if thread is None:
@@ -385,7 +389,7 @@ class Collectives:
             known.unusable = ""
         self.record.give_up()
 
-    def _renew(self, group: Any, store: Any, known: _Group) -> None:
+    def _renew(self, group: ProcessGroup, store: Store, known: _Group) -> None:
         import torch
         import torch.distributed as dist
 
@@ -519,7 +523,7 @@ def _is_broken(known: _Group) -> bool:
     )
 
 
-def _next_slot(group: Any, known: _Group) -> Any:
+def _next_slot(group: ProcessGroup, known: _Group) -> Any:
     if known.slot > _LAST_SLOT:
         raise RuntimeError("this group has been renewed as often as torch allows")
     known.slot += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,9 @@ from nbdist.base.ranks import describe_ranks
 from nbdist.worker.groups import torch_groups
 from nbdist.worker.groups.flight_record import group_label
 from nbdist.worker.groups.process_groups import Collectives
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _GONE = (
     "this process group was created before the number of ranks changed (`%distributed shrink`, `grow`): create it "
@@ -34,8 +37,8 @@ class ResizedGroups:
             lock held, and hangs: to be let go of when no model has them any more.
     """
 
-    before: Any = None
-    now: Any = None
+    before: ProcessGroup | None = None
+    now: ProcessGroup | None = None
     dropped: list[str] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
 
@@ -76,6 +79,6 @@ def resize_groups(
     return ResizedGroups(before, now, dropped, [before, *lost.values()])
 
 
-def _describe(name: str, group: Any) -> str:
+def _describe(name: str, group: ProcessGroup) -> str:
     label = group_label(name, str(getattr(group, "group_desc", "")))
     return f"{label} (of {describe_ranks(torch_groups.members(group))} before)"

@@ -11,9 +11,13 @@ import importlib
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.messages.healing import GroupRecipe
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+    from torch.distributed import ProcessGroup, Store
 
 _FAKE_BACKEND = "torch.testing._internal.distributed.fake_pg"  # registers it
 
@@ -24,19 +28,19 @@ def world() -> Any:
     return getattr(c10d, "_world", None)
 
 
-def living() -> dict[str, Any]:
+def living() -> dict[str, ProcessGroup]:
     """Return the groups that this rank is a member of, by name."""
-    names: dict[Any, str] = getattr(world(), "pg_names", {})
+    names: dict[ProcessGroup, str] = getattr(world(), "pg_names", {})
     return {name: group for group, name in list(names.items()) if hasattr(group, "size") and group.rank() >= 0}
 
 
-def members(group: Any) -> list[int]:
+def members(group: ProcessGroup) -> list[int]:
     """Return global ranks, in the order of their ranks in the group."""
     mapping = world().pg_group_ranks.get(group) or {rank: rank for rank in range(group.size())}
     return sorted(mapping, key=mapping.__getitem__)
 
 
-def backends(group: Any) -> dict[str, Any]:
+def backends(group: object) -> dict[str, Any]:
     """Return the backends of a group that are in use, by device type."""
     import torch
 
@@ -50,20 +54,20 @@ def backends(group: Any) -> dict[str, Any]:
     return found
 
 
-def can_be_renewed(group: Any) -> bool:
+def can_be_renewed(group: object) -> bool:
     """Return whether this torch lets a group have other backends."""
     needed = ("_register_backend", "_set_group_name", "_set_group_desc")
     return bool(backends(group)) and all(callable(getattr(group, name, None)) for name in needed)
 
 
-def kind_of(backend: Any) -> str:
+def kind_of(backend: Backend) -> str:
     """Return the name of a backend's kind: "gloo", "nccl", ..."""
     with contextlib.suppress(Exception):
         return str(backend.name()).lower()
     return type(backend).__name__.removeprefix("ProcessGroup").lower()
 
 
-def entered(group: Any) -> tuple[int, ...]:
+def entered(group: object) -> tuple[int, ...]:
     """Return collectives and messages that this rank has entered in a group, by backend.
 
     The group's own number is that of its first backend, which may have been replaced.
@@ -78,7 +82,7 @@ def entered(group: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def sequence_of(group: Any, device: str) -> int:
+def sequence_of(group: object, device: str) -> int:
     """Return how many collectives this rank has entered in a group; 0 if that is unknown.
 
     Args:
@@ -93,7 +97,7 @@ def sequence_of(group: Any, device: str) -> int:
     return 0
 
 
-def recipe(name: str, group: Any) -> GroupRecipe:
+def recipe(name: str, group: ProcessGroup) -> GroupRecipe:
     """Return how a group is made."""
     found = backends(group)
     timeouts = [timeout for backend in found.values() if (timeout := timeout_of(backend)) is not None]
@@ -152,13 +156,13 @@ def unset_default() -> Any:
     return before
 
 
-def renumber(group: Any, numbers: Mapping[int, int]) -> None:
+def renumber(group: object, numbers: Mapping[int, int]) -> None:
     """Note that the members of a group have other numbers among all ranks."""
     ranks = world().pg_group_ranks
     ranks[group] = {numbers[rank]: place for rank, place in ranks[group].items()}
 
 
-def _make_subgroup(name: str, recipe: GroupRecipe, rank: int, devices: str, store: Any) -> Any:
+def _make_subgroup(name: str, recipe: GroupRecipe, rank: int, devices: str, store: object) -> Any:
     make = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_new_process_group_helper", None)
     if make is None:
         raise RuntimeError("this version of torch can't create a group with a given name")
@@ -183,25 +187,27 @@ def rank() -> int:
     return group.rank() if group is not None else -1
 
 
-def with_store(group: Any) -> tuple[Any, Any]:
+def with_store(group: object) -> tuple[Any, Any]:
     """Return a group with the store that further groups meet through, as torch's own maker of groups does."""
     return group, world().pg_map[group][1]
 
 
-def timeout_of(backend: Any) -> timedelta | None:
+def timeout_of(backend: object) -> timedelta | None:
     """Return how long a backend waits in a collective; None if it does not say."""
     found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
 
 
-def set_timeout(backend: Any, timeout: timedelta) -> None:
+def set_timeout(backend: object, timeout: timedelta) -> None:
     """Have collectives that a backend starts from now on wait as long, if it can be set."""
     set_default = getattr(backend, "_set_default_timeout", None)
     if set_default is not None:
         set_default(timeout)
 
 
-def make_backend(kind: str, old: Any, store: Any, group: Any, limit: timedelta, timeout: timedelta | None) -> Any:
+def make_backend(
+    kind: str, old: Any, store: Store, group: ProcessGroup, limit: timedelta, timeout: timedelta | None
+) -> Any:
     """Return a new backend for a group.
 
     Args:

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from comm.base_comm import BaseComm
 
+from nbdist.wire.base.json_value import MimeBundle
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.messages.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, Prompt, WidgetMessage
 from nbdist.worker.lanes.streams import write_all
@@ -47,8 +48,8 @@ class DisplayLane:
     def show(
         self,
         kind: ItemKind,
-        data: dict[str, Any],
-        metadata: dict[str, Any],
+        data: MimeBundle,
+        metadata: MimeBundle,
         display_id: str = "",
         wait: bool = False,
     ) -> None:
@@ -74,7 +75,7 @@ class DisplayLane:
         return number
 
     def relay(
-        self, event: str, comm_id: str, target: str, data: dict[str, Any], metadata: dict[str, Any], raw: list[bytes]
+        self, event: str, comm_id: str, target: str, data: MimeBundle, metadata: MimeBundle, raw: list[bytes]
     ) -> None:
         """Send a widget's message, which has no place in the text."""
         if os.getpid() != self._pid:
@@ -121,12 +122,12 @@ class DisplayLane:
         write_all(self._pipe, b"%s%d;%d\a" % (self._token, serial, sequence))
 
 
-def _plain(bundle: Mapping[Any, Any]) -> dict[str, Any]:
+def _plain(bundle: Mapping[Any, Any]) -> MimeBundle:
     """Return a bundle as JSON has it, so that whoever gets it can decode it."""
     return {str(key): value if isinstance(value, str) else _plain_value(value) for key, value in bundle.items()}
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     try:

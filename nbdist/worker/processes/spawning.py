@@ -58,7 +58,7 @@ def _apart(function: Any) -> Any:
     return run
 
 
-def _notice(function: Any, count: int) -> str:
+def _notice(function: object, count: int) -> str:
     name = getattr(function, "__name__", "the function")
     started = "1 process" if count == 1 else f"{count:,} processes"
     return (
@@ -67,14 +67,14 @@ def _notice(function: Any, count: int) -> str:
     )
 
 
-def _is_of_running_file(function: Any) -> bool:
+def _is_of_running_file(function: object) -> bool:
     """Return whether a function is one of a file that runs as the main program, which new processes read again."""
     main = sys.modules.get("__main__")
     name = getattr(function, "__name__", "")
     return getattr(main, "__file__", None) is not None and getattr(main, name, None) is function
 
 
-def _advice(function: Any) -> str:
+def _advice(function: object) -> str:
     name = getattr(function, "__name__", "the function")
     path = getattr(getattr(function, "__code__", None), "co_filename", "")
     where, instead = "in a cell", "move the function to a .py file"

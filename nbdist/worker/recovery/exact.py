@@ -14,10 +14,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.worker.recovery.random_record import RandomRecord
 from nbdist.worker.recovery.reset_models import living, loaded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NOTHING_KEPT = (
     "nbdist: `--exact` could not copy buffers and random state ({}), so a step that is lost now is not undone exactly. "
@@ -148,7 +151,7 @@ class _KeptBuffer:
         uncounted: Whether the kernels that write to the buffer don't count its versions, as those of BatchNorm.
     """
 
-    def __init__(self, module: Any, name: str, uncounted: bool) -> None:
+    def __init__(self, module: object, name: str, uncounted: bool) -> None:
         self.key = (id(module), name)
         self._module = weakref.ref(module)
         self._name = name
@@ -195,12 +198,12 @@ class _KeptBuffer:
         return None if module is None else module.__dict__.get("_buffers", {}).get(self._name)
 
 
-def _version(buffer: Any) -> int:
+def _version(buffer: Tensor) -> int:
     """Return how often a tensor has been written to, or -1 if that is not counted."""
     return -1 if buffer.is_inference() else int(buffer._version)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and bool(
         one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     )

@@ -57,7 +57,7 @@ class RandomRecord:
         return found, {name: _tensors(state) if name in ("torch", "cuda") else state for name, state in states.items()}
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: object) -> Any:
     """Return a state with bytes for torch's tensors, which take a hundred times as long."""
     if isinstance(state, list):
         return [_plain(each) for each in state]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from nbdist.metrics.events import step_events
@@ -27,6 +27,9 @@ from nbdist.worker.recovery.exact import ExactState
 from nbdist.worker.recovery.random_record import RandomRecord
 from nbdist.worker.recovery.rank_stop import RankStop
 from nbdist.worker.recovery.resizing import take_groups
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 _COUNTER = "num_batches_tracked"  # of a BatchNorm layer
 _STATISTICS_STAY = "BatchNorm statistics of the lost step are kept; start with `--exact` to restore them"
@@ -224,7 +227,7 @@ class BatchNormStatistics:
     """
 
     def __init__(self) -> None:
-        self._seen: MutableMapping[Any, tuple[int, int] | None] = WeakKeyDictionary()
+        self._seen: MutableMapping[Module, tuple[int, int] | None] = WeakKeyDictionary()
 
     def install(self) -> None:
         """Know of the layers that are built from now on. InstanceNorm is none of them: it does not count."""
@@ -232,7 +235,7 @@ class BatchNormStatistics:
 
         from nbdist.train.structure.blocks import is_batch_norm
 
-        def note(module: Any, name: str, buffer: Any) -> None:
+        def note(module: Module, name: str, buffer: object) -> None:
             if name == _COUNTER and is_batch_norm(module):
                 self._seen[module] = None
 
@@ -243,13 +246,13 @@ class BatchNormStatistics:
         for module in list(self._seen):
             self._seen[module] = _stamp(module)
 
-    def moved(self, module: Any) -> bool:
+    def moved(self, module: Module) -> bool:
         """Return whether a layer has counted a batch since the last mark; True where that is not known."""
         seen = self._seen.get(module)
         return seen is None or seen != _stamp(module)
 
 
-def _stamp(module: Any) -> tuple[int, int] | None:
+def _stamp(module: Module) -> tuple[int, int] | None:
     """Return a stamp that changes when a batch is counted."""
     counter = module._buffers.get(_COUNTER)
     return None if counter is None or counter.is_inference() else (id(counter), counter._version)

@@ -57,7 +57,7 @@ def let_groups_outlive_ddp() -> None:
         return
 
     @functools.wraps(make_reducer)
-    def helper(model: Any, *args: Any, **kwargs: Any) -> None:
+    def helper(model: object, *args: object, **kwargs: object) -> None:
         make_reducer(model, *args, **kwargs)
         state = vars(model)
         if "process_group" in state:  # attributes are freed in the order in which they were set
@@ -191,13 +191,13 @@ def _reset_each(things: Iterable[Any], reset: Any, notes: list[str]) -> int:
     return count
 
 
-def _title(thing: Any) -> str:
+def _title(thing: object) -> str:
     inner = getattr(thing, "__dict__", {}).get("_modules", {}).get("module")
     name = type(thing).__name__
     return name if inner is None else f"{name}({type(inner).__name__})"
 
 
-def _is_built(model: Any) -> bool:
+def _is_built(model: object) -> bool:
     """Return whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
     return "reducer" in model.__dict__
 
@@ -283,7 +283,7 @@ def _fsdp_state(block: Any) -> Any:
         return None
 
 
-def _reset_fsdp(root: Any) -> None:
+def _reset_fsdp(root: object) -> None:
     state = _fsdp_state(root)
     if state._is_root is None:
         _forget(state)  # an unshard() that was asked for before the first forward
@@ -318,14 +318,14 @@ def _reset_iteration(root: Any) -> None:
     shared.post_backward_final_callback_queued = False
 
 
-def _forget(state: Any) -> None:
+def _forget(state: object) -> None:
     """Drop what `reset_iter_state` would wait for in vain, and the two gradients that torch 2.13 leaves there."""
     for group in parameter_groups(state):
         group._all_gather_result = None
         drop_unexchanged(group)
 
 
-def _reset_scaler(scaler: Any) -> None:
+def _reset_scaler(scaler: object) -> None:
     """Allow an optimizer whose gradients were unscaled in the lost step to be unscaled again."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if isinstance(states, dict):
@@ -351,5 +351,5 @@ def _drop_gradients(parameters: Iterable[Any]) -> bool:
     return dropped
 
 
-def _keeps_statistics(module: Any) -> bool:
+def _keeps_statistics(module: object) -> bool:
     return bool(getattr(module, "training", False) and getattr(module, "track_running_stats", False))

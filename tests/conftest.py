@@ -18,6 +18,7 @@ import pytest
 
 from nbdist.devices import visible_gpus
 from testbed.kernel import Kernel, kernel_with_ranks, wait_until
+from testbed.ports import free_port
 from tests.support.leftovers import MARK, files_of_sessions, processes_of_this_run
 from tests.support.scheduling import pytest_xdist_make_scheduler  # noqa: F401 # a hook
 from tests.support.spare import close_spares, processes_of_spares, spare_with_ranks
@@ -177,3 +178,9 @@ def own_ranks() -> Iterator[Kernel]:
     """Two new ranks in a kernel that only this test uses."""
     with spare_with_ranks(2) as kernel:
         yield kernel
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that nobody uses."""
+    return free_port()

@@ -16,6 +16,7 @@ import pytest
 from nbdist.visits import of_this_machine
 from testbed.kernel import LIMIT, Kernel, both, kernel_with_ranks, wait_until
 from tests.conftest import sharing
+from tests.support.cells import gated
 from tests.support.roles import alive, await_end, family, find
 
 HANG = 30.0
@@ -63,12 +64,6 @@ def kill(kernel: Kernel) -> None:
     """End a kernel, and wait until its session has noticed."""
     os.kill(kernel.pid, signal.SIGKILL)
     wait_until(lambda: [each for each in of_this_machine() if each.left == "crashed"], "the end to be seen")
-
-
-def gated(folder: Path, code: str) -> str:
-    """A cell that waits for a file `go` between a first line and the code."""
-    wait = f"while not os.path.exists({str(folder / 'go')!r}): time.sleep(0.005)"
-    return f"%%distributed\nimport os, time\nprint('begun', flush=True)\n{wait}\n{code}"
 
 
 def test_what_runs_when_the_kernel_dies_goes_on_in_another_with_all_that_it_has_printed(

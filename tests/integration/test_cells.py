@@ -3,15 +3,11 @@ from __future__ import annotations
 import pytest
 
 from testbed.kernel import Kernel, Outcome, both, lines_by_rank
+from tests.support.cells import number_of
 
 
 def on_ranks(kernel: Kernel, code: str) -> Outcome:
     return kernel.ok(f"%%distributed\n{code}")
-
-
-def number_of(outcome: Outcome) -> int:
-    """The number that the notebook shows beside the cell."""
-    return next(int(content["execution_count"]) for kind, content in outcome.events if kind == "execute_input")
 
 
 def test_a_cell_runs_on_every_rank(ranks: Kernel) -> None:

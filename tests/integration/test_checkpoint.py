@@ -19,6 +19,7 @@ from nbdist.train.data.loaders import prepare_loader
 from testbed.kernel import Kernel, Outcome
 from tests.conftest import shared_kernel
 from tests.support import train_checkpoint
+from tests.support.cells import shown_by
 from tests.support.train_checkpoint import Training, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()
@@ -44,11 +45,6 @@ def nothing_prepared() -> Iterator[None]:
     state.forget()
 
 
-def on_ranks(kernel: Kernel, code: str) -> str:
-    """What the last expression is on the ranks, as they show it."""
-    return "\n".join(kernel.ok(f"%%distributed\n{code}").plain)
-
-
 def refused(kernel: Kernel, code: str, error: str = "UsageError") -> str:
     """The one error that all ranks raise which do not finish."""
     outcome: Outcome = kernel.run(f"%%distributed\n{code}")
@@ -61,11 +57,11 @@ def refused(kernel: Kernel, code: str, error: str = "UsageError") -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_run_equals_one_without_interruption_bit_for_bit(two: Kernel, tmp_path: Path, strategy: str) -> None:
-    on_ranks(
+    shown_by(
         two, f"run = Training('{strategy}').steps(3); save_state('{tmp_path}/a'); run.steps(3); expected = run.exact()"
     )
-    on_ranks(two, f"run = Training('{strategy}', seed=7).steps(2); load_state('{tmp_path}/a'); run.steps(3)")
-    assert on_ranks(two, "equal(run.exact(), expected), state.current().steps") == "[0-1] (True, 6)"
+    shown_by(two, f"run = Training('{strategy}', seed=7).steps(2); load_state('{tmp_path}/a'); run.steps(3)")
+    assert shown_by(two, "equal(run.exact(), expected), state.current().steps") == "[0-1] (True, 6)"
 
 
 def test_one_process_without_a_group_resumes_too(tmp_path: Path) -> None:
@@ -79,53 +75,53 @@ def test_one_process_without_a_group_resumes_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", ["kind=torch.optim.AdamW", "kind=torch.optim.SGD, momentum=0.9, dampening=0.5"])
 def test_saving_before_the_first_step_leaves_the_optimizer_as_it_is(two: Kernel, tmp_path: Path, settings: str) -> None:
-    on_ranks(two, f"expected = Training('fsdp', {settings}).steps(2).exact()")
-    on_ranks(two, f"run = Training('fsdp', {settings}); save_state('{tmp_path}/a'); run.steps(2)")
-    assert on_ranks(two, "equal(run.exact(), expected)") == "[0-1] True"
-    on_ranks(two, f"run = Training('fsdp', seed=7, {settings}).steps(2); load_state('{tmp_path}/a'); run.steps(2)")
-    assert on_ranks(two, "equal(run.exact(), expected)") == "[0-1] True"
+    shown_by(two, f"expected = Training('fsdp', {settings}).steps(2).exact()")
+    shown_by(two, f"run = Training('fsdp', {settings}); save_state('{tmp_path}/a'); run.steps(2)")
+    assert shown_by(two, "equal(run.exact(), expected)") == "[0-1] True"
+    shown_by(two, f"run = Training('fsdp', seed=7, {settings}).steps(2); load_state('{tmp_path}/a'); run.steps(2)")
+    assert shown_by(two, "equal(run.exact(), expected)") == "[0-1] True"
 
 
 def test_parameters_that_were_never_trained_have_no_state_after_loading_either(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, "run = Training('ddp').steps(1); del run.optimizer.state[run.model.module.head.bias]")
-    on_ranks(two, f"save_state('{tmp_path}/a')")
-    on_ranks(two, f"run = Training('ddp', seed=7).steps(1); load_state('{tmp_path}/a')")
+    shown_by(two, "run = Training('ddp').steps(1); del run.optimizer.state[run.model.module.head.bias]")
+    shown_by(two, f"save_state('{tmp_path}/a')")
+    shown_by(two, f"run = Training('ddp', seed=7).steps(1); load_state('{tmp_path}/a')")
     assert (
-        on_ranks(two, "run.model.module.head.bias in run.optimizer.state, len(run.optimizer.state)")
+        shown_by(two, "run.model.module.head.bias in run.optimizer.state, len(run.optimizer.state)")
         == "[0-1] (False, 6)"
     )
 
 
 def test_each_rank_gets_its_own_buffers_back(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(
+    shown_by(
         two, f"run = Training('fsdp').steps(1); own = run.model.norm.running_mean.clone(); save_state('{tmp_path}/a')"
     )
-    on_ranks(two, f"run = Training('fsdp', seed=7); load_state('{tmp_path}/a')")
-    assert on_ranks(two, "torch.equal(run.model.norm.running_mean, own)") == "[0-1] True"
+    shown_by(two, f"run = Training('fsdp', seed=7); load_state('{tmp_path}/a')")
+    assert shown_by(two, "torch.equal(run.model.norm.running_mean, own)") == "[0-1] True"
 
 
 def test_prepared_wrappers_do_not_show_in_names(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, f"run = Training('ddp').steps(2); expected = run.kept(); save_state('{tmp_path}/a')")
-    on_ranks(two, f"run = Training('fsdp', seed=7); load_state('{tmp_path}/a')")
-    assert on_ranks(two, "equal(run.kept(), expected)") == "[0-1] True"
+    shown_by(two, f"run = Training('ddp').steps(2); expected = run.kept(); save_state('{tmp_path}/a')")
+    shown_by(two, f"run = Training('fsdp', seed=7); load_state('{tmp_path}/a')")
+    assert shown_by(two, "equal(run.kept(), expected)") == "[0-1] True"
 
 
 @pytest.mark.parametrize("plan", ["", "%distributed plan --clip-grad-norm 1"], ids=["same plan", "plan set between"])
 def test_what_is_registered_before_anything_is_prepared_is_kept(two: Kernel, plan: str, tmp_path: Path) -> None:
-    on_ranks(two, "_ = nbdist.free_memory(); early = Counter(); register_for_checkpointing(early)")
+    shown_by(two, "_ = nbdist.free_memory(); early = Counter(); register_for_checkpointing(early)")
     two.ok(plan)
-    on_ranks(two, f"model = nbdist.prepare(Net()); early.count = 3; save_state('{tmp_path}/a'); early.count = 0")
+    shown_by(two, f"model = nbdist.prepare(Net()); early.count = 3; save_state('{tmp_path}/a'); early.count = 0")
     two.ok("%distributed plan --reset")
-    assert on_ranks(two, f"_ = load_state('{tmp_path}/a'); early.count") == "[0-1] 3"
+    assert shown_by(two, f"_ = load_state('{tmp_path}/a'); early.count") == "[0-1] 3"
 
 
 def test_a_registered_module_is_sharded_and_kept_like_a_model(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, "run = Training('fsdp'); average = wrapped(Net(), 'fsdp'); register_for_checkpointing(average)")
-    on_ranks(
+    shown_by(two, "run = Training('fsdp'); average = wrapped(Net(), 'fsdp'); register_for_checkpointing(average)")
+    shown_by(
         two, f"expected = whole(average.head.weight); save_state('{tmp_path}/a'); average.head.weight.data.zero_()"
     )
     assert (
-        on_ranks(two, f"load_state('{tmp_path}/a'); torch.equal(whole(average.head.weight), expected)") == "[0-1] True"
+        shown_by(two, f"load_state('{tmp_path}/a'); torch.equal(whole(average.head.weight), expected)") == "[0-1] True"
     )
 
 
@@ -156,14 +152,14 @@ def train(model, optimizer, data, scheduler, windows, save_after=0, path=None):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_is_prepared_goes_on_in_the_middle_of_an_epoch(two: Kernel, tmp_path: Path, strategy: str) -> None:
-    on_ranks(
+    shown_by(
         two,
         f"{PREPARED}\nfrom nbdist import accumulate, backward, prepare",
     )
-    on_ranks(two, f"run = prepared('{strategy}', 1); expected = train(*run, 5, save_after=3, path='{tmp_path}/a')")
-    on_ranks(two, f"run = prepared('{strategy}', 7); load_state('{tmp_path}/a'); found = train(*run, 2)")
+    shown_by(two, f"run = prepared('{strategy}', 1); expected = train(*run, 5, save_after=3, path='{tmp_path}/a')")
+    shown_by(two, f"run = prepared('{strategy}', 7); load_state('{tmp_path}/a'); found = train(*run, 2)")
     same = "[equal(one, other) for one, other in zip(found, expected)], state.current().steps"
-    assert on_ranks(two, same) == "[0-1] ([True, True, True, True], 5)"
+    assert shown_by(two, same) == "[0-1] ([True, True, True, True], 5)"
     assert max(path.stat().st_size for path in (tmp_path / "a").glob("rank-*")) < 30_000
 
 
@@ -181,8 +177,8 @@ kept = lambda: (state.current().scaler.get_scale(), state.current().skipped_step
 expected = kept(); save_state('{tmp_path}/a')
 state.begin(state.current().plan); model, optimizer = begun(); fresh = kept()
 load_state('{tmp_path}/a')"""
-    on_ranks(two, steps)
-    assert on_ranks(two, "kept() == expected, expected, fresh[1:]") == "[0-1] (True, (32768.0, 1, 1), (0, 0))"
+    shown_by(two, steps)
+    assert shown_by(two, "kept() == expected, expected, fresh[1:]") == "[0-1] (True, (32768.0, 1, 1), (0, 0))"
 
 
 # --- other ranks, other strategies
@@ -192,10 +188,10 @@ load_state('{tmp_path}/a')"""
 def test_four_ranks_save_and_two_ranks_and_one_process_load(
     two: Kernel, four: Kernel, tmp_path: Path, saved: str, loaded: str
 ) -> None:
-    on_ranks(four, f"run = Training('{saved}').steps(2); save_state('{tmp_path}/a'); kept = run.kept()")
-    on_ranks(four, f"if rank == 0: torch.save(kept, '{tmp_path}/kept')")
-    on_ranks(two, f"run = Training('{loaded}', seed=7).steps(1); load_state('{tmp_path}/a')")
-    assert on_ranks(two, f"equal(run.kept(), torch.load('{tmp_path}/kept'))") == "[0-1] True"
+    shown_by(four, f"run = Training('{saved}').steps(2); save_state('{tmp_path}/a'); kept = run.kept()")
+    shown_by(four, f"if rank == 0: torch.save(kept, '{tmp_path}/kept')")
+    shown_by(two, f"run = Training('{loaded}', seed=7).steps(1); load_state('{tmp_path}/a')")
+    assert shown_by(two, f"equal(run.kept(), torch.load('{tmp_path}/kept'))") == "[0-1] True"
     alone = Training(seed=7)
     with pytest.warns(UserWarning, match="1 rank now: random generators have new seeds"):
         load_state(tmp_path / "a")
@@ -206,22 +202,22 @@ def test_one_process_saves_and_two_ranks_load(two: Kernel, tmp_path: Path) -> No
     run = Training().steps(2)
     save_state(tmp_path / "a")
     torch.save(run.kept(), tmp_path / "kept")
-    on_ranks(two, f"run = Training('fsdp', seed=7); load_state('{tmp_path}/a')")
-    assert on_ranks(two, f"equal(run.kept(), torch.load('{tmp_path}/kept'))") == "[0-1] True"
+    shown_by(two, f"run = Training('fsdp', seed=7); load_state('{tmp_path}/a')")
+    assert shown_by(two, f"equal(run.kept(), torch.load('{tmp_path}/kept'))") == "[0-1] True"
 
 
 def test_for_another_number_of_ranks_seeds_are_derived_and_that_is_said(
     two: Kernel, four: Kernel, tmp_path: Path
 ) -> None:
-    on_ranks(four, f"run = Training('ddp'); random.seed(5); save_state('{tmp_path}/a')")
+    shown_by(four, f"run = Training('ddp'); random.seed(5); save_state('{tmp_path}/a')")
     load = f"run = Training('ddp', seed=7)\nreport = load_state('{tmp_path}/a'); first = torch.rand(1).item()"
-    on_ranks(two, f"{load}; values = [None, None]; torch.distributed.all_gather_object(values, first)")
-    assert on_ranks(two, "values[0] != values[1]") == "[0-1] True"
-    assert on_ranks(two, f"before = first\n{load}; first == before") == "[0-1] True"
-    notes = on_ranks(two, "report")
+    shown_by(two, f"{load}; values = [None, None]; torch.distributed.all_gather_object(values, first)")
+    assert shown_by(two, "values[0] != values[1]") == "[0-1] True"
+    assert shown_by(two, f"before = first\n{load}; first == before") == "[0-1] True"
+    notes = shown_by(two, "report")
     assert "saved by 4 ranks; there are 2 ranks now: random generators have new seeds (numpy, torch)" in notes
     # What was equal on all ranks goes on.
-    assert on_ranks(two, "random.random()") == f"[0-1] {random.Random(5).random()!r}"
+    assert shown_by(two, "random.random()") == f"[0-1] {random.Random(5).random()!r}"
 
 
 # --- whole or not at all
@@ -229,7 +225,7 @@ def test_for_another_number_of_ranks_seeds_are_derived_and_that_is_said(
 
 def test_a_killed_save_leaves_the_one_before_and_is_told_apart(own_ranks: Kernel, tmp_path: Path) -> None:
     own_ranks.ok(f"%%distributed\n{HELPERS}")
-    on_ranks(own_ranks, f"run = Training('fsdp').steps(1); save_state('{tmp_path}/a'); run.steps(1)")
+    shown_by(own_ranks, f"run = Training('fsdp').steps(1); save_state('{tmp_path}/a'); run.steps(1)")
     die = "import os, signal\nfrom torch.distributed.checkpoint import FileSystemWriter\nif rank == 0:\n"
     die += "    FileSystemWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
     own_ranks.fails(f"%%distributed\n{die}save_state('{tmp_path}/b')", "RankDied")
@@ -247,7 +243,7 @@ def test_a_killed_save_leaves_the_one_before_and_is_told_apart(own_ranks: Kernel
 
 
 def test_a_full_disk_is_one_error_and_the_one_before_stays(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, f"run = Training('fsdp', width=512).steps(1); save_state('{tmp_path}/a'); expected = run.kept()")
+    shown_by(two, f"run = Training('fsdp', width=512).steps(1); save_state('{tmp_path}/a'); expected = run.kept()")
     full = "import resource\nlimits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
     full += "if rank == 1: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))\n"
     save = f"try: save_state('{tmp_path}/b')\nfinally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)"
@@ -255,45 +251,45 @@ def test_a_full_disk_is_one_error_and_the_one_before_stays(two: Kernel, tmp_path
     print(text)
     assert "was not saved: rank 1: File too large" in text
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    on_ranks(two, f"run.steps(1); load_state('{tmp_path}')")
-    assert on_ranks(two, "equal(run.kept()['groups'], expected['groups'])") == "[0-1] True"
+    shown_by(two, f"run.steps(1); load_state('{tmp_path}')")
+    assert shown_by(two, "equal(run.kept()['groups'], expected['groups'])") == "[0-1] True"
 
 
 def test_an_existing_checkpoint_of_the_name_is_replaced(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(
+    shown_by(
         two, f"run = Training('ddp').steps(1); save_state('{tmp_path}/a'); run.steps(1); save_state('{tmp_path}/a')"
     )
-    assert on_ranks(two, f"load_state('{tmp_path}/a').steps") == "[0-1] 2"
+    assert shown_by(two, f"load_state('{tmp_path}/a').steps") == "[0-1] 2"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_the_newest_are_kept(two: Kernel, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    on_ranks(two, f"run = Training('ddp')\nfor n in range(4): save_state(f'{tmp_path}/{{n}}', keep=2)")
+    shown_by(two, f"run = Training('ddp')\nfor n in range(4): save_state(f'{tmp_path}/{{n}}', keep=2)")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "mine"]
-    assert on_ranks(two, f"latest_state('{tmp_path}').name") == "[0-1] '3'"
+    assert shown_by(two, f"latest_state('{tmp_path}').name") == "[0-1] '3'"
 
 
 # --- beside training
 
 
 def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, "run = Training('fsdp', width=256).steps(2); then = run.exact()")
-    on_ranks(two, f"save = save_state('{tmp_path}/a', asynchronous=True); run.steps(4); save.wait()")
-    on_ranks(two, f"run = Training('fsdp', width=256, seed=7); load_state('{tmp_path}')")
-    assert on_ranks(two, "equal(run.exact(), then), save.done") == "[0-1] (True, True)"
+    shown_by(two, "run = Training('fsdp', width=256).steps(2); then = run.exact()")
+    shown_by(two, f"save = save_state('{tmp_path}/a', asynchronous=True); run.steps(4); save.wait()")
+    shown_by(two, f"run = Training('fsdp', width=256, seed=7); load_state('{tmp_path}')")
+    assert shown_by(two, "equal(run.exact(), then), save.done") == "[0-1] (True, True)"
 
 
 def test_the_next_save_waits_for_the_one_before(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, "run = Training('ddp', width=256)")
+    shown_by(two, "run = Training('ddp', width=256)")
     saves = "; ".join(f"run.steps(1); save_state('{tmp_path}/{n}', asynchronous=True, keep=2)" for n in range(3))
-    assert on_ranks(two, f"{saves}; load_state('{tmp_path}').steps") == "[0-1] 3"
+    assert shown_by(two, f"{saves}; load_state('{tmp_path}').steps") == "[0-1] 3"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_the_end_of_the_process_waits_for_a_save(own_ranks: Kernel, tmp_path: Path) -> None:
     own_ranks.ok(f"%%distributed\n{HELPERS}")
-    on_ranks(own_ranks, f"run = Training('ddp', width=20000); save = save_state('{tmp_path}/a', asynchronous=True)")
+    shown_by(own_ranks, f"run = Training('ddp', width=20000); save = save_state('{tmp_path}/a', asynchronous=True)")
     own_ranks.ok("%distributed stop")
     run = Training(width=20000)
     with warnings.catch_warnings():
@@ -314,7 +310,7 @@ run.steps(1); expected = run.kept()
 save_state('{tmp_path}/b', asynchronous=True).wait(); second = {places}
 run = Training({strategy!r}, seed=7); load_state('{tmp_path}/b')
 len(first) > 10, first == second, equal(run.kept(), expected), len(state.current().copies)"""
-    assert on_ranks(two, code) == "[0-1] (True, True, True, 0)"
+    assert shown_by(two, code) == "[0-1] (True, True, True, 0)"
 
 
 def test_a_failed_asynchronous_save_tells_its_handle(two: Kernel, tmp_path: Path) -> None:
@@ -325,7 +321,7 @@ def test_a_failed_asynchronous_save_tells_its_handle(two: Kernel, tmp_path: Path
     text = refused(two, full + save + wait, "CheckpointError")
     assert "was not saved: File too large" in text
     assert list(tmp_path.iterdir()) == []
-    on_ranks(two, f"save_state('{tmp_path}/b')")
+    shown_by(two, f"save_state('{tmp_path}/b')")
 
 
 # Rank 0's thread is in a collective by then: else nothing of the save is cut, and it is completed later.
@@ -352,14 +348,14 @@ def test_a_save_beside_training_that_lost_its_connection_does_not_keep_the_next_
     hold = "import threading\nfrom torch.distributed.checkpoint import FileSystemWriter\ngo = threading.Event()\n"
     hold += "write = FileSystemWriter.write_data\n"
     hold += "if rank == 1: FileSystemWriter.write_data = lambda *given: (go.wait(), write(*given))[1]\n"
-    on_ranks(own_ranks, f"{hold}run = Training('ddp'); save = save_state('{tmp_path}/a', asynchronous=True)")
+    shown_by(own_ranks, f"{hold}run = Training('ddp'); save = save_state('{tmp_path}/a', asynchronous=True)")
     stuck = own_ranks.start(f"%%distributed\n{BARRIER_WHILE_A_SAVE_WAITS}")
     stuck.wait_for("waiting")
     own_ranks.interrupt()  # which takes all groups down
     assert stuck.finish().status == "error"
-    on_ranks(own_ranks, "FileSystemWriter.write_data = write; go.set()")
-    assert on_ranks(own_ranks, f"run = Training('ddp'); save_state('{tmp_path}/b').path.name") == "[0-1] 'b'"
-    shown = on_ranks(own_ranks, "repr(save)")
+    shown_by(own_ranks, "FileSystemWriter.write_data = write; go.set()")
+    assert shown_by(own_ranks, f"run = Training('ddp'); save_state('{tmp_path}/b').path.name") == "[0-1] 'b'"
+    shown = shown_by(own_ranks, "repr(save)")
     assert "a was not saved: " in shown, shown
 
 
@@ -369,41 +365,41 @@ def test_a_save_beside_training_that_lost_its_connection_does_not_keep_the_next_
 @pytest.mark.torch_private
 @pytest.mark.parametrize("function", ["save_state", "load_state"])
 def test_a_call_on_one_rank_only_is_refused_and_the_next_one_works(two: Kernel, tmp_path: Path, function: str) -> None:
-    on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
+    shown_by(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
     text = refused(two, f"if rank == 0: {function}('{tmp_path}/a', limit=0.2)")
     assert f"{function} was called on rank 0 only (rank 1 has not arrived within 0.2 s): call it on all ranks" in text
-    assert on_ranks(two, f"{function}('{tmp_path}/a').path.name") == "[0-1] 'a'"
+    assert shown_by(two, f"{function}('{tmp_path}/a').path.name") == "[0-1] 'a'"
 
 
 @pytest.mark.torch_private
 def test_a_call_that_was_interrupted_is_not_waited_for_later(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, "run = Training('ddp')")
+    shown_by(two, "run = Training('ddp')")
     alone = two.start(f"%%distributed\nif rank == 0: print('waiting', flush=True); save_state('{tmp_path}/a')")
     alone.wait_for("waiting")
     two.interrupt()
     assert alone.finish().status == "error"
     text = refused(two, f"if rank == 1: save_state('{tmp_path}/a', limit=0.2)")
     assert "save_state was called on rank 1 only (rank 0 has not arrived within 0.2 s)" in text
-    assert on_ranks(two, f"save_state('{tmp_path}/a').path.name") == "[0-1] 'a'"
+    assert shown_by(two, f"save_state('{tmp_path}/a').path.name") == "[0-1] 'a'"
 
 
 # --- bad input
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_what_differs(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
-    on_ranks(two, "run = Training('fsdp', width=9); before = run.exact()")
+    shown_by(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
+    shown_by(two, "run = Training('fsdp', width=9); before = run.exact()")
     text = refused(two, f"load_state('{tmp_path}/a')")
     assert "for another model: embed.weight is [6, 8] there and [6, 9] here; head.weight is [8, 6] there" in text
     more = "state.current().models[0].module.spare = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))\n"
     text = refused(two, f"run = Training('ddp')\n{more}load_state('{tmp_path}/a')")
     assert "spare.0.weight is missing in the checkpoint;" in text and "; and 3 more. Nothing was loaded" in text
-    on_ranks(two, "run = Training('fsdp', width=9)")
-    assert on_ranks(two, "equal(run.exact(), before)") == "[0-1] True"
+    shown_by(two, "run = Training('fsdp', width=9)")
+    assert shown_by(two, "equal(run.exact(), before)") == "[0-1] True"
 
 
 def test_a_checkpoint_with_other_optimizers_is_refused(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
+    shown_by(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
     code = "run = Training('ddp'); last = run.optimizer.param_groups[0]['params'].pop()\n"
     code += "run.optimizer.add_param_group({'params': [last]})\n"
     text = refused(two, f"{code}load_state('{tmp_path}/a')")
@@ -415,7 +411,7 @@ def test_a_checkpoint_with_other_optimizers_is_refused(two: Kernel, tmp_path: Pa
 
 
 def test_loading_before_anything_is_prepared_is_refused(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
+    shown_by(two, f"run = Training('ddp'); save_state('{tmp_path}/a')")
     text = refused(two, f"state.forget()\nload_state('{tmp_path}/a')")
     assert "nothing is prepared, so there is nothing to load into: call nbdist.prepare(model, ...) first" in text
 
@@ -434,10 +430,10 @@ def test_a_position_that_does_not_fit_is_an_error_that_says_that_the_rest_was_lo
 
 
 def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, f"run = Training('fsdp').steps(1); save_state('{tmp_path}/a')")
+    shown_by(two, f"run = Training('fsdp').steps(1); save_state('{tmp_path}/a')")
     shard = next((tmp_path / "a").glob("__1_*.distcp"))
     content = shard.read_bytes()
-    on_ranks(two, "run = Training('fsdp', seed=7); before = run.exact()")
+    shown_by(two, "run = Training('fsdp', seed=7); before = run.exact()")
     shard.write_bytes(content[:-1])
     assert f"{shard.name} has {len(content) - 1:,} bytes instead of" in refused(
         two, f"load_state('{tmp_path}/a')", "CheckpointError"
@@ -446,7 +442,7 @@ def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path
     assert f"a is incomplete: {shard.name} is missing. Nothing was loaded" in refused(
         two, f"load_state('{tmp_path}')", "CheckpointError"
     )
-    assert on_ranks(two, "equal(run.exact(), before)") == "[0-1] True"
+    assert shown_by(two, "equal(run.exact(), before)") == "[0-1] True"
 
 
 @pytest.mark.parametrize(
@@ -467,6 +463,6 @@ def test_a_missing_file_is_named_before_anything_is_loaded(two: Kernel, tmp_path
     ],
 )
 def test_bad_input_is_one_error_on_all_ranks(two: Kernel, tmp_path: Path, call: str, advice: str) -> None:
-    on_ranks(two, "run = Training('ddp')")
+    shown_by(two, "run = Training('ddp')")
     assert advice in refused(two, call.format(tmp_path))
     assert list(tmp_path.iterdir()) == []

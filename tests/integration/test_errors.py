@@ -8,14 +8,11 @@ import psutil
 import pytest
 
 from testbed.kernel import Kernel, Outcome, wait_until
+from tests.support.cells import number_of
 
 
 def fails(kernel: Kernel, code: str, magic: str = "%%distributed") -> Outcome:
     return kernel.fails(f"{magic}\n{code}", "RankError")
-
-
-def number_of(outcome: Outcome) -> int:
-    return next(int(content["execution_count"]) for kind, content in outcome.events if kind == "execute_input")
 
 
 def places(outcome: Outcome) -> list[str]:

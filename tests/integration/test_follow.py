@@ -13,6 +13,7 @@ import pytest
 
 from testbed.kernel import Execution, Kernel, kernel_with_ranks, ranks_with_line
 from tests.conftest import sharing
+from tests.support.cells import gated
 from tests.support.roles import find
 
 
@@ -36,12 +37,6 @@ def following(kernel: Kernel) -> Execution:
     cell = kernel.start("%distributed follow")
     assert "following session" in cell.finish().stderr
     return cell
-
-
-def gated(folder: Path, code: str) -> str:
-    """A cell that waits for a file `go` between a first line and the code."""
-    wait = f"while not os.path.exists({str(folder / 'go')!r}): time.sleep(0.005)"
-    return f"%%distributed\nimport os, time\nprint('begun', flush=True)\n{wait}\n{code}"
 
 
 def test_what_runs_is_shown_from_its_beginning_and_then_as_it_comes(

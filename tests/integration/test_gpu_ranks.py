@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from testbed.kernel import Kernel, wait_until
 from testbed.nvml import GIB, as_module, gpu, machine
 from tests.stand_ins import heartbeat
+from tests.support.cells import pulled
 from tests.support.torch_build import cpu_torch
 
 NAMES = (
@@ -60,7 +60,7 @@ def test_each_rank_is_shown_only_its_own_mig_instance_and_they_do_not_use_nccl(t
         refused = kernel.run("%distributed start -n 2 --backend nccl")
         assert "MIG instances" in refused.evalue and "`--backend gloo`" in refused.evalue, str(refused)
         kernel.ok("%distributed start -n 2")
-        assert on_ranks(kernel, "__import__('os').environ['CUDA_VISIBLE_DEVICES']") == ["MIG-a", "MIG-b"]
+        assert pulled(kernel, "__import__('os').environ['CUDA_VISIBLE_DEVICES']") == ["MIG-a", "MIG-b"]
         assert kernel.value("__import__('nbdist').get_session().backend") == "gloo"
 
 
@@ -84,14 +84,10 @@ def machine_with_gpus(tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
-def on_ranks(kernel: Kernel, expression: str) -> list[Any]:
-    return list(kernel.value(f"__import__('nbdist').get_session().pull({expression!r})"))
-
-
 @cpu_torch
 def test_ranks_on_gpus_find_what_libraries_read_but_once(machine_with_gpus: Kernel) -> None:
     machine_with_gpus.ok("%env CUBLAS_WORKSPACE_CONFIG=:16:8\n%distributed start -n 2 --backend gloo")
-    found = on_ranks(machine_with_gpus, f"{{name: __import__('os').environ.get(name) for name in {NAMES}}}")
+    found = pulled(machine_with_gpus, f"{{name: __import__('os').environ.get(name) for name in {NAMES}}}")
     assert found == [dict(zip(NAMES, ("0", "0", "0", ":16:8", "expandable_segments:True"), strict=True))] * 2
 
 
@@ -109,7 +105,7 @@ def test_a_rank_survives_a_long_hold_of_the_gil(machine_with_gpus: Kernel, long_
     machine_with_gpus.ok("%env TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1\n%distributed start -n 2 --backend gloo")
     machine_with_gpus.ok("%%distributed\nkept = 10 + rank")
     machine_with_gpus.ok(long_hold)
-    assert on_ranks(machine_with_gpus, "kept") == [10, 11]
+    assert pulled(machine_with_gpus, "kept") == [10, 11]
 
 
 @cpu_torch
@@ -166,7 +162,7 @@ def test_so_has_one_that_does_not_answer_at_all(tmp_path: Path) -> None:
 
 
 def test_ranks_without_gpus_find_nothing_of_that(ranks: Kernel) -> None:
-    assert on_ranks(ranks, f"[name for name in {NAMES} if name in __import__('os').environ]") == [[]] * 2
+    assert pulled(ranks, f"[name for name in {NAMES} if name in __import__('os').environ]") == [[]] * 2
 
 
 def test_a_lost_gpu_is_named_with_what_to_type(own_ranks: Kernel) -> None:

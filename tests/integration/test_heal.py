@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Kernel, lines_by_rank
+from testbed.kernel import Kernel
+from tests.support.cells import printed
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
@@ -47,10 +48,6 @@ def kill(kernel: Kernel, rank: int) -> None:
     """End a rank in a collective that the others wait in."""
     code = f"if rank == {rank}:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
     kernel.fails(f"%%distributed\n{code}", "RankDied", HANG)
-
-
-def printed(kernel: Kernel, code: str) -> dict[int, list[str]]:
-    return lines_by_rank(kernel.ok(code, HANG).stdout)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

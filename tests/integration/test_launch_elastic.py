@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from testbed.kernel import Kernel, lines_by_rank, wait_until
-from testbed.ports import free_port
 from tests.support.roles import children, find
 
 pytestmark = pytest.mark.torch_private  # torch's elastic agent is young
@@ -47,12 +46,6 @@ def kernel(notebook: Kernel) -> Iterator[Kernel]:
     yield notebook
     template = find(notebook.pid, "template")
     wait_until(lambda: not template or not children(template), "an end of what was launched")
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that nobody uses."""
-    return free_port()
 
 
 # --- restarts

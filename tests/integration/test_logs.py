@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Kernel, Outcome, kernel_with_ranks, wait_until
+from testbed.kernel import Kernel, kernel_with_ranks, wait_until
+from tests.support.cells import number_of
 from tests.support.roles import find
-
-
-def number_of(outcome: Outcome) -> int:
-    """The number that the notebook gave to a cell."""
-    return next(int(content["execution_count"]) for kind, content in outcome.events if kind == "execute_input")
 
 
 def test_the_newest_cell_is_shown_rank_by_rank(ranks: Kernel) -> None:

@@ -6,11 +6,8 @@ import psutil
 import pytest
 
 from nbdist.client.magic_lines.parsers import verb_parsers
-from testbed.kernel import Kernel, Outcome, both, lines_by_rank, wait_until
-
-
-def number_of(outcome: Outcome) -> int:
-    return next(int(content["execution_count"]) for kind, content in outcome.events if kind == "execute_input")
+from testbed.kernel import Kernel, both, lines_by_rank, wait_until
+from tests.support.cells import number_of
 
 
 @pytest.fixture

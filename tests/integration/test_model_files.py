@@ -12,6 +12,7 @@ from nbdist.errors import CheckpointError, UsageError
 from nbdist.train.checkpoint.model_files import load_model, save_model
 from testbed.kernel import Kernel
 from tests.support import train_checkpoint
+from tests.support.cells import shown_by
 from tests.support.train_checkpoint import Net, equal
 
 HELPERS = Path(train_checkpoint.__file__).read_text()
@@ -35,17 +36,13 @@ def two(ranks: Kernel) -> Kernel:
     return ranks
 
 
-def on_ranks(kernel: Kernel, code: str) -> str:
-    return "\n".join(kernel.ok(f"%%distributed\n{code}").plain)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("size", ["'8KB'", "'5GB'"])
 def test_transformers_reads_equal_parameters(two: Kernel, tmp_path: Path, strategy: str, size: str) -> None:
     transformers = pytest.importorskip("transformers")
-    on_ranks(two, f"net = gpt(0); expected = weights(net)\n{_wrap(strategy)}")
-    on_ranks(two, f"save_model(model, '{tmp_path}/gpt', max_shard_size={size}, metadata={{'run': 'first'}})")
-    on_ranks(two, f"if rank == 0: torch.save(expected, '{tmp_path}/expected')")
+    shown_by(two, f"net = gpt(0); expected = weights(net)\n{_wrap(strategy)}")
+    shown_by(two, f"save_model(model, '{tmp_path}/gpt', max_shard_size={size}, metadata={{'run': 'first'}})")
+    shown_by(two, f"if rank == 0: torch.save(expected, '{tmp_path}/expected')")
     files = sorted(path.name for path in (tmp_path / "gpt").glob("*.safetensors"))
     assert files[0] == ("model-00001-of-00006.safetensors" if size == "'8KB'" else "model.safetensors")
     assert all(path.stat().st_size < 12_000 for path in (tmp_path / "gpt").glob("model-*"))
@@ -63,19 +60,19 @@ def _wrap(strategy: str) -> str:
 @pytest.mark.parametrize("saved", ["ddp", "fsdp"])
 @pytest.mark.parametrize("loaded", ["ddp", "fsdp", "none"])
 def test_what_one_wrapping_saves_another_loads(two: Kernel, tmp_path: Path, saved: str, loaded: str) -> None:
-    on_ranks(two, f"torch.manual_seed(0); model = wrapped(Net(), '{saved}'); expected = weights(model)")
-    on_ranks(two, f"save_model(model, '{tmp_path}', max_shard_size=400)")
-    on_ranks(two, f"torch.manual_seed(7); model = wrapped(Net(), '{loaded}'); load_model(model, '{tmp_path}')")
-    assert on_ranks(two, "equal(weights(model), expected)") == "[0-1] True"
+    shown_by(two, f"torch.manual_seed(0); model = wrapped(Net(), '{saved}'); expected = weights(model)")
+    shown_by(two, f"save_model(model, '{tmp_path}', max_shard_size=400)")
+    shown_by(two, f"torch.manual_seed(7); model = wrapped(Net(), '{loaded}'); load_model(model, '{tmp_path}')")
+    assert shown_by(two, "equal(weights(model), expected)") == "[0-1] True"
 
 
 @pytest.mark.parametrize("strategy", ["none", "fsdp"])
 def test_a_model_on_the_meta_device_gets_storage_and_stays_tied(two: Kernel, tmp_path: Path, strategy: str) -> None:
-    on_ranks(two, f"torch.manual_seed(0); model = Net(); expected = weights(model); save_model(model, '{tmp_path}')")
-    on_ranks(two, f"with torch.device('meta'): net = Net()\nmodel = wrapped(net, '{strategy}')")
-    on_ranks(two, f"load_model(model, '{tmp_path}'); model(torch.ones(5, 8)).sum().backward()")
-    assert on_ranks(two, "equal(weights(model)['head.weight'], expected['head.weight'])") == "[0-1] True"
-    assert on_ranks(two, "net.unembed.weight is net.embed.weight") == "[0-1] True"
+    shown_by(two, f"torch.manual_seed(0); model = Net(); expected = weights(model); save_model(model, '{tmp_path}')")
+    shown_by(two, f"with torch.device('meta'): net = Net()\nmodel = wrapped(net, '{strategy}')")
+    shown_by(two, f"load_model(model, '{tmp_path}'); model(torch.ones(5, 8)).sum().backward()")
+    assert shown_by(two, "equal(weights(model)['head.weight'], expected['head.weight'])") == "[0-1] True"
+    assert shown_by(two, "net.unembed.weight is net.embed.weight") == "[0-1] True"
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
@@ -100,8 +97,8 @@ def test_a_new_model_takes_the_place_of_the_old_one_and_leaves_other_files(tmp_p
 
 
 def test_what_fails_half_way_leaves_the_model_that_was_there(two: Kernel, tmp_path: Path) -> None:
-    on_ranks(two, "model = wrapped(Net(), 'fsdp'); expected = weights(model)")
-    on_ranks(two, f"save_model(model, '{tmp_path}', max_shard_size=400)")
+    shown_by(two, "model = wrapped(Net(), 'fsdp'); expected = weights(model)")
+    shown_by(two, f"save_model(model, '{tmp_path}', max_shard_size=400)")
     files = sorted(tmp_path.iterdir())
     full = "import resource\nlimits = resource.getrlimit(resource.RLIMIT_FSIZE)\nlarge = wrapped(Net(3000), 'fsdp')\n"
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))\n"
@@ -109,8 +106,8 @@ def test_what_fails_half_way_leaves_the_model_that_was_there(two: Kernel, tmp_pa
     outcome = two.run(f"%%distributed\n{full}{save}")
     assert "CheckpointError: rank 0: " in outcome.traceback and "File too large" in outcome.traceback
     assert sorted(tmp_path.iterdir()) == files
-    on_ranks(two, f"torch.manual_seed(3); model = Net(); load_model(model, '{tmp_path}')")
-    assert on_ranks(two, "equal(weights(model), expected)") == "[0-1] True"
+    shown_by(two, f"torch.manual_seed(3); model = Net(); load_model(model, '{tmp_path}')")
+    assert shown_by(two, "equal(weights(model), expected)") == "[0-1] True"
 
 
 def test_a_call_on_one_rank_only_is_refused(two: Kernel, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
+from tests.support.cells import on_ranks, usage_error
 
 DDP = """
 import nbdist, torch
@@ -43,16 +44,6 @@ def four_ranks() -> Iterator[Kernel]:
     """A kernel with four ranks, shared by the tests of the module."""
     with shared_kernel(4) as kernel:
         yield kernel
-
-
-def on_ranks(kernel: Kernel, code: str) -> list[str]:
-    return kernel.ok(f"%%distributed\n{code}").plain
-
-
-def refused(kernel: Kernel, code: str) -> str:
-    outcome = kernel.run(f"%%distributed\n{code}")
-    assert "UsageError" in outcome.traceback, str(outcome)
-    return outcome.traceback
 
 
 def test_equal_ranks_agree(ranks: Kernel) -> None:
@@ -138,7 +129,7 @@ def test_ranks_that_agree_are_left_alone(ranks: Kernel) -> None:
 )
 def test_bad_input_is_one_error_on_all_ranks(ranks: Kernel, call: str, advice: str) -> None:
     on_ranks(ranks, "if 'model' not in globals():\n" + "".join(f"    {line}\n" for line in DDP.splitlines()))
-    assert advice in refused(ranks, call)
+    assert advice in usage_error(ranks, call)
 
 
 def test_outside_of_a_distributed_cell_it_says_where_to_type_it(ranks: Kernel) -> None:
@@ -153,7 +144,7 @@ def test_shards_without_replicas_are_not_compared(ranks: Kernel) -> None:
 
 def test_shards_of_different_steps_are_refused_with_what_can_be_done(ranks: Kernel) -> None:
     on_ranks(ranks, "shape = (2,)" + FSDP + "if rank == 1: optimizer.step()")
-    text = refused(ranks, "nbdist.sync(model, optimizer)")
+    text = usage_error(ranks, "nbdist.sync(model, optimizer)")
     assert "rank 0 has done 1 step, rank 1 has done 2 steps: load a checkpoint on all ranks" in text
 
 
@@ -167,7 +158,7 @@ def test_shards_are_taken_from_the_replica_of_the_source(four_ranks: Kernel) -> 
 
 def test_a_torn_replica_is_refused_and_a_whole_one_named(four_ranks: Kernel) -> None:
     on_ranks(four_ranks, "shape = (2, 2)" + FSDP + "if rank == 1: optimizer.step()")
-    assert "pass src=2: its replica is whole" in refused(four_ranks, "nbdist.sync(model, optimizer)")
+    assert "pass src=2: its replica is whole" in usage_error(four_ranks, "nbdist.sync(model, optimizer)")
     on_ranks(four_ranks, "nbdist.sync(model, optimizer, src=2)")
     assert on_ranks(four_ranks, "nbdist.check(model, optimizer).equal") == ["[0-3] True"]
 

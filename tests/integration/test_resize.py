@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from testbed.kernel import Kernel, lines_by_rank
+from testbed.kernel import Kernel
+from tests.support.cells import printed
 from tests.support.spare import spare_with_ranks
 
 pytestmark = pytest.mark.torch_private
@@ -48,10 +49,6 @@ def numbers(size: int) -> dict[int, list[str]]:
     """What NUMBERS prints."""
     total = size * (size + 1) // 2
     return {rank: [f"{rank} {size} {rank} {size} {total} {rank} {rank} {size} {size}"] for rank in range(size)}
-
-
-def printed(kernel: Kernel, code: str) -> dict[int, list[str]]:
-    return lines_by_rank(kernel.ok(code, HANG).stdout)
 
 
 def kill(kernel: Kernel, rank: int, rest: str = "dist.barrier()") -> None:

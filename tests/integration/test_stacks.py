@@ -7,6 +7,7 @@ import re
 import pytest
 
 from testbed.kernel import Kernel, wait_until
+from tests.support.cells import end_background
 
 STUCK = """import torch, torch.distributed as dist, time
 
@@ -31,11 +32,6 @@ def shown(kernel: Kernel, options: str = "") -> str:
     return kernel.ok(f"%distributed stacks {options}").stdout
 
 
-def stop(kernel: Kernel) -> None:
-    kernel.ok("handle.interrupt(now=True)")
-    assert kernel.run("handle.wait(20)").ename == "KeyboardInterrupt"
-
-
 def test_ranks_that_run_nothing_are_idle(ranks: Kernel) -> None:
     assert shown(ranks) == "ranks 0-1, idle\n"
     assert ranks.value("__import__('nbdist').get_session().stacks()") == {0: "idle", 1: "idle"}
@@ -52,13 +48,13 @@ def test_each_rank_s_stack_is_shown_from_the_cell_inwards(stuck: Kernel) -> None
         r"    distributed_c10d.py:\d+, in all_reduce: .*\n",
         rank_1,
     )
-    stop(stuck)
+    end_background(stuck)
 
 
 def test_only_those_asked_for_are_shown(stuck: Kernel) -> None:
     assert "rank 1" not in shown(stuck, "-r 0")
     assert stuck.value("list(__import__('nbdist').get_session().stacks([0]))") == [0]
-    stop(stuck)
+    end_background(stuck)
 
 
 def test_ranks_in_the_same_place_are_shown_once(ranks: Kernel) -> None:
@@ -67,7 +63,7 @@ def test_ranks_in_the_same_place_are_shown_once(ranks: Kernel) -> None:
     )
     wait_until(lambda: "time.sleep" in shown(ranks), "ranks to sleep")
     wait_until(lambda: re.fullmatch(r"ranks 0-1, cell .*\n    cell .*: time.sleep\(1000\)\n", shown(ranks)), "both")
-    stop(ranks)
+    end_background(ranks)
 
 
 def test_a_rank_whose_call_keeps_python_from_answering_is_said_to_be_in_one(ranks: Kernel) -> None:

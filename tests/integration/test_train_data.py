@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from testbed.kernel import Kernel
+from tests.support.cells import on_ranks, usage_error
 
 SETUP = """
 import torch
@@ -42,16 +43,6 @@ def loading(ranks: Kernel) -> Iterator[Kernel]:
     """Two ranks that were seeded each in its own way, with what loaders are made from."""
     on_ranks(ranks, SETUP)
     yield ranks
-
-
-def on_ranks(kernel: Kernel, code: str) -> list[str]:
-    return kernel.ok(f"%%distributed\n{code}").plain
-
-
-def refused(kernel: Kernel, code: str) -> str:
-    outcome = kernel.run(f"%%distributed\n{code}")
-    assert "UsageError" in outcome.traceback, str(outcome)
-    return outcome.traceback
 
 
 # --- one order
@@ -118,7 +109,7 @@ def test_a_resume_in_the_middle_has_the_same_order_bit_for_bit(loading: Kernel, 
 
 def test_ranks_that_resume_at_different_places_are_told(loading: Kernel) -> None:
     on_ranks(loading, "loader = prepared(Numbers(20))\nkept = loader.state_dict()")
-    text = refused(loading, "loader.load_state_dict({**kept, 'batches': 2 + rank})\nlists(loader)")
+    text = usage_error(loading, "loader.load_state_dict({**kept, 'batches': 2 + rank})\nlists(loader)")
     assert "batch 2 of epoch 0 on rank 0, batch 3 of epoch 0 on rank 1. Load the same checkpoint" in text
 
 
@@ -214,7 +205,7 @@ def test_batches_that_cant_be_sent_and_workers_that_cant_start_are_one_error(
 
 def test_dispatch_with_data_that_shares_itself_out_is_refused(loading: Kernel) -> None:
     code = "prepare_loader(DataLoader(Stream(3)), plan=Plan(dispatch=True), sharded=True)"
-    assert "leave out rank=, sharded=True and DistributedSampler" in refused(loading, code)
+    assert "leave out rank=, sharded=True and DistributedSampler" in usage_error(loading, code)
 
 
 # --- ranks that disagree

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from testbed.kernel import Kernel, Outcome
+from tests.support.cells import end_background
 
 
 def live_line(seen: Outcome) -> str:
@@ -45,13 +46,13 @@ def test_after_groups_were_rebuilt_it_is_said_of_a_background_cell_that_none_wil
     stuck = "handle = __import__('nbdist').get_session().run_in_background("
     stuck += "'dist.barrier() if rank else dist.all_reduce(torch.ones(1))')"
     ranks.ok(stuck)
-    stop(ranks)
+    end_background(ranks)
     cell = ranks.start(stuck)
     cell.wait_late("wait for each other")
     line = live_line(cell.outcome)
     assert "rank 0 waits in all_reduce" in line and "rank 1 waits in barrier" in line
     assert "They wait for each other, so none of them can continue. `%distributed interrupt` stops them." in line
-    stop(ranks)
+    end_background(ranks)
 
 
 @pytest.mark.torch_private
@@ -63,11 +64,6 @@ def test_a_cell_that_waits_for_a_rank_which_is_not_in_it_says_so_soon(ranks: Ker
     assert "rank 1 is not in this cell" in live_line(cell.outcome)
     ranks.interrupt()
     assert cell.finish().ename == "KeyboardInterrupt"
-
-
-def stop(kernel: Kernel) -> None:
-    kernel.ok("handle.interrupt(now=True)")
-    assert kernel.run("handle.wait(20)").ename == "KeyboardInterrupt"
 
 
 @pytest.mark.torch_private

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from testbed.kernel import Execution, Kernel, Outcome, lines_by_rank, wait_until
-from testbed.ports import free_port
 from tests.conftest import sharing
 from tests.multinode.hosts import Host, two_hosts
 
@@ -89,12 +88,6 @@ def nodes(shared: list[Kernel], port: int) -> Iterator[list[Kernel]]:
     """Two notebooks of this machine. Whatever they launch listens nowhere when a test ends."""
     yield shared
     wait_until(lambda: is_free(port), "a port that is free again")
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that nobody uses."""
-    return free_port()
 
 
 def is_free(port: int) -> bool:

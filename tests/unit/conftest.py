@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from nbdist.metrics.steps import StepMeter
+from nbdist.plan import Plan
+from nbdist.train import state
 from nbdist.worker.recovery.step_stop import StepCounter
 from tests.support.stepping import CELL
 
@@ -46,3 +48,11 @@ def meter() -> Iterator[StepMeter]:
     with StepMeter() as meter:
         yield meter
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.fixture
+def fresh_state() -> Iterator[None]:
+    """Training in this process with the default plan, of which nothing is left after each test."""
+    state.begin(Plan())
+    yield
+    state.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRa
 from torch.utils.data.distributed import DistributedSampler
 
 from nbdist.plan import Plan
-from nbdist.train import state
 from nbdist.train.data.loaders import prepare_loader
 from tests.support.train_data import (
     AnySampler,
@@ -39,19 +38,12 @@ from tests.support.train_data import (
 )
 
 # Loops that do nothing with their data do wait for it.
-pytestmark = pytest.mark.filterwarnings("ignore:waiting for data")
+pytestmark = [pytest.mark.filterwarnings("ignore:waiting for data"), pytest.mark.usefixtures("fresh_state")]
 
 sizes = some.integers(0, 40)
 batch_sizes = some.integers(1, 6)
 world_sizes = some.integers(1, 5)
 kinds = some.sampled_from(["sequential", "shuffled", "sampler", "stream", "sized stream"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    state.begin(Plan())
-    yield
-    state.forget()
 
 
 def integers(batch: Any) -> list[int]:

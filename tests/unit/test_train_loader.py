@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,18 +26,11 @@ from nbdist.train.data.loaders import prepare_loader, skip_first_batches
 from tests.support.train_data import Numbers, Pair, PlacedStream, Stream, all_ranks, flat, lists, maker, real, rounds
 
 # Loops that do nothing with their data do wait for it.
-pytestmark = pytest.mark.filterwarnings("ignore:waiting for data")
+pytestmark = [pytest.mark.filterwarnings("ignore:waiting for data"), pytest.mark.usefixtures("fresh_state")]
 
 batch_sizes = some.integers(1, 6)
 world_sizes = some.integers(1, 5)
 kinds = some.sampled_from(["sequential", "shuffled", "sampler", "stream", "sized stream"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    state.begin(Plan())
-    yield
-    state.forget()
 
 
 # --- going on in the middle

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from nbdist.wire.base.json_value import MimeBundle
+from nbdist.wire.base.message import MimeBundle
 from nbdist.wire.frames import decode
 from nbdist.wire.messages.output import Display, WidgetMessage
 from nbdist.worker.lanes.display_lane import DisplayLane

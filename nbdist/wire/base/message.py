@@ -6,13 +6,20 @@ Values outside these bounds are refused when decoded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
 from nbdist.base.checks import LONGEST
 
 VERSION = 1
+
+if TYPE_CHECKING:
+    JsonValue: TypeAlias = bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
+else:
+    JsonValue = Any  # msgspec has no recursive types
+
+MimeBundle: TypeAlias = dict[str, JsonValue]  # by MIME type, or by what a front end looks up
 
 M = TypeVar("M")
 P = ParamSpec("P")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nbdist.wire.base.json_value import MimeBundle
-from nbdist.wire.base.message import Message, Size
+from nbdist.wire.base.message import Message, MimeBundle, Size
 
 STDOUT, STDERR = 1, 2
 

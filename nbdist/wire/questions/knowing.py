@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from nbdist.metrics.node.sample import RankSample
-from nbdist.wire.base.json_value import MimeBundle
+from nbdist.wire.base.message import MimeBundle
 from nbdist.wire.questions.question import AnswerBody, Done, Question
 
 

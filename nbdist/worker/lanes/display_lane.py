@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from comm.base_comm import BaseComm
 
-from nbdist.wire.base.json_value import MimeBundle
+from nbdist.wire.base.message import MimeBundle
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.messages.output import OUTPUT_WINDOW, STDERR, STDOUT, Credit, Display, ItemKind, Prompt, WidgetMessage
 from nbdist.worker.lanes.streams import write_all

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from testbed.kernel import Kernel
+from tests.support.cells import end_background
 
 SET = """\
 %%distributed
@@ -153,9 +154,9 @@ def test_a_sparse_tensor_has_no_figures(filled: Kernel) -> None:
 
 def test_while_a_cell_runs_variables_are_shown_and_not_compared(filled: Kernel) -> None:
     filled.ok("%%distributed --background\nimport time\nwhile True: time.sleep(0.01)")
+    filled.ok("handle = _")
     assert row_of(filled, "loss")[-1] == "not compared: a cell is running"
-    filled.ok("%distributed interrupt --now")
-    filled.run("%%distributed\npass")
+    end_background(filled)
     assert row_of(filled, "loss")[-1] == "same"
 
 

@@ -96,6 +96,20 @@ def test_a_cell_that_comes_while_ranks_are_replaced_begins_when_that_is_over() -
     assert there.begun(6) == [0, 1, 2]
 
 
+def test_a_cell_whose_ranks_are_removed_while_it_waits_is_refused_and_others_go_on() -> None:
+    there = Entry()
+    there.changing = True
+    there.entry.begin(cell(6, 1, 2))
+    there.entry.begin(cell(7, 0))
+    del there.roster.ranks[2]
+    there.changing = False
+    there.entry.admit_held()
+    replies = [reply for reply in there.told(Reply) if isinstance(reply, Reply)]
+    assert [(reply.serial, reply.rank, reply.status) for reply in replies] == [(6, 1, "error"), (6, 2, "error")]
+    assert replies[0].failure is not None and "rank 2 was removed before the cell began" in replies[0].failure.text
+    assert there.begun(6) == [] and there.begun(7) == [0]
+
+
 def test_a_cell_that_waits_for_a_replacement_can_be_called_off() -> None:
     there = Entry()
     there.changing = True

@@ -65,9 +65,9 @@ def cluster_flags(arguments: argparse.Namespace) -> dict[str, Any] | None:
                 f"--sync copies by ssh, so it is for --hosts: with {engine.flag.name}, put the code on a shared file "
                 "system, or install it there"
             )
-    by_name = [name for name in chosen if name != "ssh"]
     if arguments.on is not None:  # a profile may say the same of ssh with other hosts, but not of another engine
-        return {"profile": arguments.on, **given, **({"engine": by_name[0]} if by_name else {})}
+        other = {} if chosen.keys() <= {"ssh"} else {"engine": next(iter(chosen))}
+        return {"profile": arguments.on, **given, **other}
     if chosen:
         return {"engine": next(iter(chosen)), **given}
     if given:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from nbdist.base.ranks import describe_ranks
 from nbdist.controller.base.outbox import Outbox
 from nbdist.controller.cells.cell_transfers import CellTransfers
 from nbdist.controller.cells.running_cells import Cells
@@ -60,8 +61,13 @@ class CellEntry:
     def _admit(self, cell: WaitingCell) -> None:
         if self._held(cell.message):
             return
-        cell.reason = "values"
         message, ranks = cell.message, self._roster.ranks
+        if gone := sorted(set(message.ranks) - ranks.keys()):  # the change has removed them
+            verb = "was" if len(gone) == 1 else "were"
+            text = f"{describe_ranks(gone)} {verb} removed before the cell began: run it again on the other ranks"
+            self._refuse(cell, "error", "RankError", text)
+            return
+        cell.reason = "values"
         elsewhere = {self._roster.where.node_of(rank) for rank in message.ranks if not ranks[rank].dead} - {0}
         if message.parcel is None or not message.parcel.segments or not elsewhere:
             self._try(cell)

@@ -85,6 +85,7 @@ from .train.loop.loop import sync_gradients as sync_gradients
 from .train.loop.loop import unwrap as unwrap
 from .train.loop.precision import autocast as autocast
 from .train.prepare.environment import set_seed as set_seed
+from .train.prepare.meshes import mesh as mesh
 from .train.prepare.prepare import prepare as prepare
 from .train.tracking.rank_logger import get_logger as get_logger
 from .train.tracking.trackers import end_training as end_training

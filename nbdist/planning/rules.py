@@ -86,8 +86,23 @@ def refuse_contradictions(plan: Settings) -> None:
             f"comm_hook {plan.comm_hook!r} compresses gradients, and local SGD exchanges none: "
             "set comm_hook to 'none', or local_sgd_steps to 0"
         )
+    if plan.tp > 1:
+        _refuse_with_tp(plan)
     if plan.seed_per_rank and plan.seed is None:
         raise UsageError("seed_per_rank adds the rank to the seed, but no seed is set: set seed, for example to 0")
+
+
+def _refuse_with_tp(plan: Settings) -> None:
+    others = {
+        "compile": (False, "compiled blocks would read results of tensor parallelism before these have arrived"),
+        "dispatch": (False, "rank 0 would have to hand the same batch to several ranks"),
+        "offload": (False, "layers that are divided are not moved to the CPU yet"),
+    }
+    for name, (off, why) in others.items():
+        if (value := getattr(plan, name)) != off:
+            raise UsageError(f"tp ({plan.tp}) excludes {name} ({value!r}): {why}. Set {name} to {off}, or tp to 1")
+    if plan.precision == "fp8":
+        raise UsageError(f"tp ({plan.tp}) excludes precision 'fp8': set precision to 'bf16', or tp to 1")
 
 
 def _refuse_compilation(plan: Settings) -> None:
@@ -203,17 +218,25 @@ def refuse_impossible(
         raise UsageError(
             "sync_batchnorm is for GPUs: PyTorch's SyncBatchNorm does not work on the CPU. Leave sync_batchnorm off"
         )
-    if plan.replicas is not None and world_size % plan.replicas:
-        fitting = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    if world_size % plan.tp:
         raise UsageError(
-            f"replicas ({plan.replicas}) must divide the number of ranks, which is {world_size}: "
-            f"set replicas to {' or '.join(map(str, fitting))}"
+            f"tp ({plan.tp}) must divide the number of ranks, which is {world_size}: set tp to {_divisors(world_size)}"
+        )
+    groups = world_size // plan.tp
+    if plan.replicas is not None and groups % plan.replicas:
+        what = "number of ranks" if plan.tp == 1 else f"number of ranks divided by tp ({plan.tp})"
+        raise UsageError(
+            f"replicas ({plan.replicas}) must divide the {what}, which is {groups}: set replicas to {_divisors(groups)}"
         )
     if plan.offload and backend == "nccl":
         raise UsageError(
             "offload keeps shards in CPU memory, from which NCCL can't sum norms or look for infinite gradients: start "
             "the ranks with the backend cpu:gloo,cuda:nccl (the default), or set offload to False"
         )
+
+
+def _divisors(number: int) -> str:
+    return " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 def _refuse_fp8(on_cpu: bool, capability: tuple[int, int] | None) -> None:

@@ -247,6 +247,8 @@ class Settings:
             ones, or "each", so that it keeps shards, and more is sent.
         offload: FSDP: whether parameters, gradients and optimizer state live in CPU memory.
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
+        tp: Tensor parallel: among how many ranks each layer is divided, as the model's `tp_plan` says. They get the
+            same batch. 1: off.
         local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
             0: no local SGD.
         seed: Seed of all random generators; None: not touched.
@@ -456,6 +458,17 @@ class Settings:
         metavar="N",
         owners=("hsdp",),
         why="only hsdp has groups of ranks that hold the whole model",
+    )
+    tp: int = _setting(
+        1,
+        Count(1),
+        _FSDP,
+        "tensor parallel: ranks that divide each layer and get the same batch; 1: off",
+        metavar="N",
+        why="the other strategies need each layer whole",
+        tell=lambda plan, kind: (
+            f"each layer is divided among {plan.tp} ranks with neighboring numbers, which get the same batch"
+        ),
     )
     local_sgd_steps: int = _setting(
         0,

@@ -292,7 +292,7 @@ def resized() -> list[str]:
     if _current is None:
         return []
     _current.mesh = _current.neighbor_copies = None
-    return [note for loader in _current.loaders if (note := loader.take_share(rank(), world_size()))]
+    return [note for loader in _current.loaders if (note := loader.take_share(data_rank(), data_size()))]
 
 
 def default_device() -> torch.device:
@@ -312,6 +312,20 @@ def world_size() -> int:
 def rank() -> int:
     """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if has_group() else 0
+
+
+def data_size() -> int:
+    """Return the number of different batches at a time: the ranks among which a layer is divided share theirs."""
+    return max(1, world_size() // _sharers())
+
+
+def data_rank() -> int:
+    """Return which of these batches is this rank's."""
+    return rank() // _sharers()
+
+
+def _sharers() -> int:
+    return _current.plan.tp if _current is not None else 1
 
 
 def has_group() -> bool:

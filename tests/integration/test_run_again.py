@@ -111,7 +111,7 @@ len(set(found))"""
 def test_a_mesh_that_one_rank_has_lost_is_made_again_by_all(ranks: Kernel) -> None:
     plan = "Plan(strategy='hsdp', replicas=2)"
     on_ranks(ranks, f"model = nbdist.prepare(Net(), plan={plan}); del model; _ = nbdist.free_memory()")
-    on_ranks(ranks, "from nbdist.train.prepare import strategies\nif rank == 1: strategies.kept_meshes.clear()")
+    on_ranks(ranks, "from nbdist.train.prepare import meshes\nif rank == 1: meshes.kept_meshes.clear()")
     on_ranks(ranks, "model, optimizer = prepared('hsdp', replicas=2); lost = step(model, optimizer)")
     assert value(ranks, "len(state.current().models)") == "1"
 

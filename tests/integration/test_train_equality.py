@@ -41,6 +41,12 @@ def test_so_they_do_in_float32(some_ranks: Kernel, strategy: str) -> None:
     assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float32'")) < 1e-6
 
 
+@pytest.mark.parametrize(("accumulate", "more"), [(1, ""), (3, ", activation_checkpointing='full'")])
+def test_ranks_that_divide_layers_train_as_one_process_does(some_ranks: Kernel, accumulate: int, more: str) -> None:
+    plan = f"equality.plan_of('fsdp', {accumulate}, True, tp=2{more})"
+    assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float64'")) < 1e-12
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_ranks_that_exchange_gradients_in_each_micro_batch_train_as_one_process_does(
     some_ranks: Kernel, strategy: str

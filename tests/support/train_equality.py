@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """Repeated blocks, and a weight that is tied."""
+
+    tp_plan: ClassVar = dict.fromkeys(["blocks.*.linear", "inner", "outer"], "colwise_gather_output")
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +88,8 @@ def train(plan: Plan, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def shares(plan: Plan) -> int:
-    """Ranks without a strategy train by themselves."""
-    return 1 if plan.strategy == "none" else dist.get_world_size()
+    """Ranks without a strategy train by themselves, and those that divide layers share a batch."""
+    return 1 if plan.strategy == "none" else dist.get_world_size() // plan.tp
 
 
 def train_alone(plan: Plan, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -7,7 +7,7 @@ Independent of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -52,10 +52,10 @@ def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
     loader = state.loader if state.plan.strategy != "none" else None  # without a strategy each rank has all of the data
     is_last = bool(getattr(loader, "end_of_loader", False))
     if use_gather_object or not _is_tensors(data):
-        joined = gather_object(data)
+        joined = [item for part in _of_batches(_gathered_lists(data)) for item in part]
         return joined[: _real_samples(loader, len(joined))] if is_last else joined
     if not is_last:
-        return _each("gather_for_metrics", data, _gathered, of_all=_shaped, left="some")
+        return _each("gather_for_metrics", data, _gathered_of_batches, of_all=_shaped_of_batches, left="some")
     found = _each("gather_for_metrics", data, _gathered_uneven, compare=_without_first_dimension, left="none")
     return _each_alone(found, lambda tensor: tensor[: _real_samples(loader, len(tensor))])
 
@@ -82,10 +82,19 @@ def gather_object(items: list[T]) -> list[T]:
     Raises:
         UsageError: A rank gave no list.
     """
+    return [item for part in _gathered_lists(items) for item in part]
+
+
+def _gathered_lists(items: list[T]) -> list[list[T]]:
     ensure_group()
     named = f"gather_object takes a list, not {type(items).__name__}: write gather_object([value])"
     agreement.differing("gather_object", None, "" if isinstance(items, list | tuple) else named)
-    return [item for part in agreement.gather(list(items)) for item in part]
+    return agreement.gather(list(items))
+
+
+def _of_batches(parts: Sequence[T]) -> Sequence[T]:
+    """Return one part for each batch of what all ranks gave: ranks that share a batch gave the same."""
+    return parts[:: len(parts) // training.data_size()]
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
@@ -201,6 +210,17 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     return _on_wire(tensor, _gather_bytes)
 
 
+def _gathered_of_batches(tensor: torch.Tensor) -> torch.Tensor:
+    gathered = _gathered(tensor)
+    if training.data_size() == training.world_size():
+        return gathered
+    return torch.cat(list(_of_batches(gathered.chunk(training.world_size()))))
+
+
+def _shaped_of_batches(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return _shaped(numbers[:: training.world_size() // training.data_size()], tensor)
+
+
 def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of all ranks as `_gathered` gives them for a tensor of one."""
     return numbers.reshape(-1, *tensor.shape[1:])
@@ -213,7 +233,8 @@ def _gathered_uneven(tensor: torch.Tensor) -> torch.Tensor:
     longest = max(sizes)
     gathered = _gathered(_padded(tensor.detach(), 0, longest, 0, False))
     parts = [gathered[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)]
-    return gathered if min(sizes) == longest else torch.cat(parts)
+    alike = min(sizes) == longest and training.data_size() == len(sizes)
+    return gathered if alike else torch.cat(list(_of_batches(parts)))
 
 
 def _padded(tensor: torch.Tensor, dim: int, length: int, fill: float, first: bool) -> torch.Tensor:

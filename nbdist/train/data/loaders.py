@@ -136,7 +136,7 @@ class _Skipping(Sampler[Any]):
 
 def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None and world_size is None:
-        return state.rank(), state.world_size()
+        return state.data_rank(), state.data_size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise UsageError(
             f"rank={rank} with world_size={world_size} is not a share: give both, for example rank=0, world_size=2, "

@@ -35,7 +35,7 @@ from nbdist.metrics.compute.counting import Counting
 from nbdist.planning.rules import own_settings, uncompiled, with_parts_dropped
 from nbdist.train import state as training
 from nbdist.train.estimate.trial_step import CPU, KernelsOfGpu, Step, TrialSetup, make_step, nothing_moves
-from nbdist.train.prepare import strategies
+from nbdist.train.prepare import meshes, strategies
 
 _REST = "outside of modules"
 
@@ -209,7 +209,7 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
         plan = plan.replace(**own_settings(plan, "none"))
     state = training.State(plan.replace(**uncompiled(plan), sync_batchnorm=False), CPU)
     if strategies.strategy_in_effect(plan) in ("fsdp", "hsdp"):
-        state.mesh = strategies.make_mesh(plan, CPU)  # it looks at ranks' numbers, which must be real
+        state.mesh = meshes.make_mesh(plan, CPU)  # it looks at ranks' numbers, which must be real
     return state
 
 

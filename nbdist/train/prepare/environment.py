@@ -100,7 +100,7 @@ def set_seed(seed: int, *, per_rank: bool = False) -> None:
     """
     if not is_whole(seed):
         raise UsageError(f"seed={seed!r} is not a seed: give an integer of 0 or more, for example 42")
-    seed += training.rank() if per_rank else 0
+    seed += training.data_rank() if per_rank else 0
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

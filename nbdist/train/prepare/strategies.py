@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,12 +20,12 @@ from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weights import Fitting, give_storage
-from nbdist.train.collective.agreement import gather
 from nbdist.train.loop import precision
+from nbdist.train.prepare.meshes import mesh_of, over_data
 from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.state import State
-from nbdist.train.structure import float8
+from nbdist.train.structure import float8, tensor_parallel
 from nbdist.train.structure.activations import keep_less
 from nbdist.train.structure.blocks import (
     Ends,
@@ -82,10 +80,12 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
 
     Raises:
         UsageError: `shard_by` fits no module, or `methods` no method, there is nothing to checkpoint or to compute in
-            fp8, a module on the meta device can't set its values, this torch's hook is broken, torchao does not know
-            the recipe.
+            fp8, layers can't be divided by `tp`, a module on the meta device can't set its values, this torch's hook is
+            broken, torchao does not know the recipe.
     """
     _blocks_of(model, plan)
+    if plan.tp > 1:
+        tensor_parallel.refuse_indivisible(model, tensor_parallel.styles_of(model), plan.tp)
     if not has_weights:
         refuse_without_initializer(model)
     refuse_unknown_methods(model, plan.methods or ())
@@ -245,13 +245,13 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
     plan, device = state.plan, state.device
-    if state.mesh is None:
-        state.mesh = _kept_mesh((device.type, plan.strategy, plan.replicas), lambda: make_mesh(plan, device))
+    mesh = mesh_of(state)
     blocks = _separable(model, found)
     if plan.compile:
         compile_blocks(model, found, _compile_options(plan))
     block_policy, root_policy = precision.fsdp_policies(plan)
-    options: dict[str, Any] = {"mesh": state.mesh}
+    options: dict[str, Any] = {"mesh": over_data(mesh)}
+    divide = _division(model, state)
     if plan.reshard is not None:
         options["reshard_after_forward"] = plan.reshard
     if plan.offload and device.type != "cpu":
@@ -262,11 +262,13 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     for group in _groups(model, embeddings, blocks, head, block_policy):
         below = [module for each in group.modules for module in each.modules() if module not in inside]
         _make_alike(below, None, materializer, device)
+        divide(below)
         kept = {"reshard_after_forward": False} if group.is_kept else {}
         fully_shard(list(group.modules), mp_policy=group.policy, **kept | options)
         inside.update(below)
     rest = [module for module in model.modules() if module not in inside]
     _make_alike(rest, None if inside else model, materializer, device)
+    divide(rest)
     fully_shard(model, mp_policy=root_policy, **options)
     for embedding in embeddings:
         if type(embedding).forward is nn.Embedding.forward:
@@ -279,6 +281,22 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         register_fsdp_forward_method(model, "generate")
     let_in(model, plan.methods or ())
     return model
+
+
+def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module]], None]:
+    """Return what divides modules as `tp` says, which may be all of the model's, or some after others."""
+    if state.plan.tp == 1:
+        return lambda modules: None
+    styles = tensor_parallel.styles_of(model)
+    names = {module: name for name, module in model.named_modules()}
+    tied = tensor_parallel.ties(model)
+
+    def divide(modules: Sequence[nn.Module]) -> None:
+        tensor_parallel.divide([(names[module], module) for module in modules], styles, state.mesh["tp"])
+        there = set(modules)
+        tensor_parallel.tie_again([places for places in tied if there.issuperset(module for module, _ in places)])
+
+    return divide
 
 
 class _Group(NamedTuple):
@@ -398,48 +416,3 @@ def _prefetch(blocks: Sequence[Any], ahead: int) -> None:
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(list(blocks[number + 1 : number + 1 + ahead]))
         block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, number - ahead) : number])))
-
-
-def make_mesh(plan: Plan, device: torch.device) -> Any:
-    """Return the ranks as FSDP and HSDP see them."""
-    ranks = training.world_size()
-    if plan.strategy == "fsdp":
-        return dist.init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    replicas = plan.replicas or _nodes(ranks)
-    if ranks % replicas:  # nodes of different sizes: `Plan.check` knows of replicas that are named only
-        raise UsageError(
-            f"{ranks} ranks can't be divided into {replicas} replicas of the model: set replicas to one of "
-            f"{', '.join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)}"
-        )
-    return dist.init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-
-
-def _nodes(ranks: int) -> int:
-    """Return how many nodes the ranks run on, by the launcher's variables."""
-    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-
-
-kept_meshes: dict[Hashable, Any] = {}
-_world: Any = None  # the default group that they were made in
-
-
-def _kept_mesh(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return the mesh of this key, made if not all ranks have it. To be called on all ranks, with the same key.
-
-    Each is made once: its process groups hold threads, files and memory of the device.
-    """
-    global _world
-    if dist.group.WORLD is not _world:
-        kept_meshes.clear()
-        _world = dist.group.WORLD
-    if not all(gather(key in kept_meshes and _is_usable(kept_meshes[key]))):
-        kept_meshes[key] = make()
-    return kept_meshes[key]
-
-
-def _is_usable(mesh: Any) -> bool:
-    """Return whether its groups are there: one that was interrupted while it was made, or lost a rank, is not."""
-    try:
-        return all(dist.get_rank(group) >= 0 for group in mesh.get_all_groups())
-    except (ValueError, RuntimeError, KeyError):
-        return False

@@ -1,0 +1,109 @@
+"""The meshes of ranks that plans speak of. Each is made once: its groups hold threads, files and memory of the device.
+
+Independent of models.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.errors import UsageError
+from nbdist.plan import Plan
+from nbdist.train import state as training
+from nbdist.train.collective.agreement import gather
+from nbdist.train.collective.process_group import ensure_group
+from nbdist.train.state import State
+
+
+def mesh() -> Any:
+    """Return the `DeviceMesh` of all ranks, as the plan has them. To be called on all ranks.
+
+    >>> nbdist.mesh()["tp"].get_local_rank()
+
+    Its dimensions, from outside in: "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "tp", if `tp` is more than 1.
+
+    Raises:
+        UsageError: There is no process group.
+    """
+    ensure_group()
+    if not training.has_group():
+        raise UsageError("there is no process group, so there is no mesh: start ranks, or use torchrun")
+    return mesh_of(training.current())
+
+
+def mesh_of(state: State) -> Any:
+    """Return the mesh of a training, made if it has none yet. To be called on all ranks."""
+    plan, device = state.plan, state.device
+    if state.mesh is None:
+        key = (device.type, plan.strategy, plan.replicas, plan.tp)
+        state.mesh = _kept_mesh(key, lambda: make_mesh(plan, device))
+    return state.mesh
+
+
+def make_mesh(plan: Plan, device: torch.device) -> Any:
+    """Return the ranks by what they share: outermost replicas, then shards, and innermost the parts of layers."""
+    groups = training.world_size() // plan.tp
+    sizes = {"dp_shard" if plan.strategy == "fsdp" else "dp_replicate": groups}
+    if plan.strategy == "hsdp":
+        replicas = plan.replicas or _nodes(training.world_size())
+        if groups % replicas:  # nodes of different sizes: `Plan.check` knows of replicas that are named only
+            raise UsageError(
+                f"{groups} ranks can't be divided into {replicas} replicas of the model: set replicas to one of "
+                f"{', '.join(str(number) for number in range(1, groups + 1) if groups % number == 0)}"
+            )
+        sizes = {"dp_replicate": replicas, "dp_shard": groups // replicas}
+    if plan.tp > 1:
+        sizes["tp"] = plan.tp
+    made = dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    _join(made)
+    return made
+
+
+def _join(mesh: Any) -> None:
+    """Have the norm over shards and parts of layers summed at once: else torch sums twice, and warns of it."""
+    names = [name for name in mesh.mesh_dim_names if name in ("dp_shard", "tp")]
+    flatten = getattr(mesh[tuple(names)], "_flatten", None) if len(names) > 1 else None  # private
+    if flatten is not None:
+        flatten()
+
+
+def over_data(mesh: Any) -> Any:
+    """Return the ranks as FSDP and HSDP see them."""
+    names = [name for name in mesh.mesh_dim_names if name.startswith("dp_")]
+    return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
+
+
+def _nodes(ranks: int) -> int:
+    """Return how many nodes the ranks run on, by the launcher's variables."""
+    return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+kept_meshes: dict[Hashable, Any] = {}
+_world: Any = None  # the default group that they were made in
+
+
+def _kept_mesh(key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return the mesh of this key, made if not all ranks have it. To be called on all ranks, with the same key.
+
+    Each is made once: its process groups hold threads, files and memory of the device.
+    """
+    global _world
+    if dist.group.WORLD is not _world:
+        kept_meshes.clear()
+        _world = dist.group.WORLD
+    if not all(gather(key in kept_meshes and _is_usable(kept_meshes[key]))):
+        kept_meshes[key] = make()
+    return kept_meshes[key]
+
+
+def _is_usable(mesh: Any) -> bool:
+    """Return whether its groups are there: one that was interrupted while it was made, or lost a rank, is not."""
+    try:
+        return all(dist.get_rank(group) >= 0 for group in mesh.get_all_groups())
+    except (ValueError, RuntimeError, KeyError):
+        return False

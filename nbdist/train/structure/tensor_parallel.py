@@ -1,0 +1,170 @@
+"""Tensor parallelism: each layer is divided among the ranks of a group, by torch's own styles.
+
+Which layers, and how, the model itself says (transformers' `tp_plan`), or the user. All other parameters become
+replicated DTensors of the same mesh, so that optimizers and clipping see one kind of parameter. Independent of plans,
+and of what else is done to a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from nbdist.base.text import counted, did_you_mean
+from nbdist.errors import UsageError
+
+
+class _Whole(ParallelStyle):
+    """Each rank has the whole module, and gets its own part of the input, or all of it.
+
+    Args:
+        inputs: How the first input is laid out: with a part of it, gradients of parameters are summed over the ranks.
+    """
+
+    def __init__(self, inputs: Placement) -> None:
+        self._inputs = inputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._take, self._give)  # type: ignore[arg-type]
+
+    def _take(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return tuple(
+            DTensor.from_local(each, mesh, [self._inputs], run_check=False)
+            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
+            else each
+            for each in inputs
+        )
+
+    def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+
+
+_HEADS = -2  # the dimension of heads, for norms of queries and keys: their last one is that of a head
+_GATHERED: Callable[[], ParallelStyle] = lambda: ColwiseParallel(output_layouts=Replicate())  # noqa: E731
+
+# By the name that transformers gives a style, and which of a weight's dimensions is divided; None: none.
+STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int | None]] = {
+    "colwise": (ColwiseParallel, 0),
+    "colwise_gather_output": (_GATHERED, 0),
+    "colwise_rep": (_GATHERED, 0),
+    "rowwise": (RowwiseParallel, 1),
+    "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "rowwise_rep": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "embedding_rowwise": (lambda: RowwiseParallel(input_layouts=Replicate()), 0),
+    "replicated_with_grad_allreduce": (lambda: _Whole(Shard(_HEADS)), None),
+}
+
+
+def styles_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the style of each module that is divided, by its name.
+
+    Args:
+        model: As its author wrote it.
+        given: Styles by name, where `*` stands for one part, as in "layers.*.attention.q"; None: as the model says.
+
+    Raises:
+        UsageError: Nobody says how, a name fits no module, or nbdist does not know a style.
+    """
+    patterns = _own_plan(model) if given is None else given
+    if not patterns:
+        raise UsageError(
+            f"{type(model).__name__} does not say how tensor parallelism divides its layers: give a style for each in "
+            'the plan, as in tp_styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or leave tp at 1'
+        )
+    names = dict(model.named_modules())
+    found: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        if style not in STYLES:
+            known = ", ".join(STYLES)
+            raise UsageError(f"unknown style {style!r} of {pattern}{did_you_mean(style, STYLES)} Known styles: {known}")
+        fits = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*"))).fullmatch
+        matching = [name for name in names if fits(name)]
+        if not matching and given is not None:
+            raise UsageError(f"no module of {type(model).__name__} is named {pattern!r}{did_you_mean(pattern, names)}")
+        found |= dict.fromkeys(matching, style)
+    return found | _tied_embeddings(model, found)
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, str]:
+    plan = getattr(model, "tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _tied_embeddings(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return styles for embeddings that share the weight of a head, which is divided: both must be, in the same way."""
+    modules = dict(model.named_modules())
+    divided = {id(modules[name].weight) for name in styles if styles[name].startswith("colwise")}
+    return {
+        name: "embedding_rowwise"
+        for name, module in modules.items()
+        if isinstance(module, nn.Embedding) and id(module.weight) in divided and name not in styles
+    }
+
+
+def refuse_indivisible(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
+    """Refuse a model whose layers can't be divided into so many parts.
+
+    Raises:
+        UsageError: With the names and the numbers.
+    """
+    config = getattr(model, "config", None)
+    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key and value heads")):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size:
+            raise UsageError(
+                f"{counted(count, what.removesuffix('s'))} can't be divided by tp ({size}): {_allowed(count)}"
+            )
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        dimension, weight = STYLES[style][1], getattr(modules[name], "weight", None)
+        if dimension is not None and weight is not None and weight.shape[dimension] % size:
+            count = weight.shape[dimension]
+            raise UsageError(
+                f"{name} has a weight of {list(weight.shape)}, and {count} can't be divided by tp ({size}): "
+                f"{_allowed(count)}, or pad it"
+            )
+
+
+def _allowed(count: int) -> str:
+    fitting = [str(size) for size in range(1, min(count, 64) + 1) if count % size == 0]
+    return f"set tp to one of {', '.join(fitting)}"
+
+
+def divide(modules: Iterable[tuple[str, nn.Module]], styles: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Divide modules among the ranks of a mesh of one dimension. All ranks have the same values, or none (meta).
+
+    Args:
+        modules: By name; what is below them is not looked at.
+        styles: As of `styles_of`.
+        mesh: The ranks.
+    """
+    for name, module in modules:
+        if name in styles:
+            parallelize_module(module, mesh, STYLES[styles[name]][0](), src_data_rank=None)
+        elif next(module.parameters(recurse=False), None) is not None:
+            parallelize_module(module, mesh, _Whole(Replicate()), src_data_rank=None)
+
+
+def ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter that has several."""
+    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[id(parameter)].append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def tie_again(tied: Iterable[list[tuple[nn.Module, str]]]) -> None:
+    """Have places share their parameter again, which were divided one by one."""
+    for (first, name), *others in tied:
+        shared = first._parameters[name]
+        for module, other in others:
+            module._parameters[other] = shared

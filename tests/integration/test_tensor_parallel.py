@@ -1,0 +1,73 @@
+"""Layers of transformers' models that are divided among ranks (`tp`), with what belongs to a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.kernel import Kernel
+from tests.conftest import shared_kernel
+
+TP = "Plan('fsdp', tp=2)"
+BOTH = "Plan('hsdp', tp=2, replicas=2)"
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Kernel]:
+    """A kernel with four ranks."""
+    with shared_kernel(4) as kernel:
+        kernel.ok(
+            "import nbdist\nfrom nbdist import Plan\nfrom tests.support import train_tensor_parallel as divided\n"
+            "call = nbdist.get_session().call"
+        )
+        yield kernel
+
+
+def on_ranks(kernel: Kernel, function: str, arguments: str) -> list[Any]:
+    return list(kernel.value(f"call(divided.{function}, {arguments})"))
+
+
+@pytest.mark.parametrize("plan", [TP, BOTH], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen3"])
+def test_a_divided_model_trains_as_one_process_does(four: Kernel, kind: str, plan: str) -> None:
+    assert max(on_ranks(four, "distance_from_one_process", f"{kind!r}, {plan}")) < 1e-12
+
+
+def test_so_it_does_with_a_fused_optimizer(four: Kernel) -> None:
+    assert max(on_ranks(four, "distance_from_one_process", f"'llama tied', {TP}, True")) < 1e-12
+
+
+@pytest.mark.parametrize("count", [12, 13])
+def test_each_sample_counts_once(four: Kernel, count: int) -> None:
+    for function in ("samples_seen", "objects_seen"):
+        assert on_ranks(four, function, f"{TP}, {count}") == [list(range(count))] * 4
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(TP, "Plan('fsdp')"), ("Plan('fsdp')", TP), (TP, BOTH)])
+def test_a_checkpoint_fits_another_division(four: Kernel, saved: str, loaded: str, tmp_path: Path) -> None:
+    arguments = f"{saved}, {loaded}, {str(tmp_path / 'saved')!r}"
+    assert max(on_ranks(four, "distance_after_loading", arguments)) < 1e-12
+
+
+def test_a_model_that_is_built_nowhere_reads_its_parts_of_each_layer(four: Kernel, tmp_path: Path) -> None:
+    assert max(on_ranks(four, "distance_after_reading", f"{TP}, {str(tmp_path / 'weights')!r}")) == 0
+
+
+def test_heads_that_can_not_be_divided_are_refused_with_their_numbers(four: Kernel) -> None:
+    outcome = four.run("call(divided.distance_from_one_process, 'llama', Plan('fsdp', tp=4))")
+    assert outcome.ename == "RankError"
+    assert "2 key and value heads can't be divided by tp (4): set tp to one of 1, 2" in outcome.evalue
+
+
+def test_ranks_that_can_not_be_divided_are_refused(four: Kernel) -> None:
+    outcome = four.run("call(divided.distance_from_one_process, 'llama', Plan('fsdp', tp=3))")
+    assert "tp (3) must divide the number of ranks, which is 4: set tp to 1 or 2 or 4" in outcome.evalue
+
+
+def test_the_mesh_has_its_dimensions_by_name_and_neighbors_divide_layers(four: Kernel) -> None:
+    found = on_ranks(four, "mesh_of", BOTH)
+    assert [names for names, _ in found] == [("dp_replicate", "dp_shard", "tp")] * 4
+    assert [ranks for _, ranks in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -1,0 +1,125 @@
+"""Small language models of transformers that ranks train with their layers divided, and one process by itself."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import nbdist
+from nbdist.plan import Plan
+
+Kind = Literal["llama", "llama tied", "qwen3"]
+
+SEQUENCES, LENGTH, WORDS = 16, 8, 64
+CLIP = 0.05  # below all norms that occur
+
+
+def make(kind: Kind, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": kind == "llama tied",
+    }
+    if kind == "qwen3":  # its queries and keys have norms of their own
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **sizes)).double()
+    return LlamaForCausalLM(LlamaConfig(**sizes)).double()
+
+
+def text() -> torch.Tensor:
+    return torch.randint(0, WORDS, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = model.named_parameters()
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in named}
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in wanted.items())
+
+
+def step(model: nn.Module, optimizer: Any, words: torch.Tensor) -> None:
+    nbdist.backward(model(input_ids=words, labels=words).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained_alone(kind: Kind, fused: bool = False) -> dict[str, torch.Tensor]:
+    model = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
+    for words in text().split(SEQUENCES // 2):
+        model(input_ids=words, labels=words).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def distance_from_one_process(kind: Kind, plan: Plan, fused: bool = False) -> float:
+    """How far parameters are from those of one process, after two steps on all of the text."""
+    plan = plan.replace(clip_grad_norm=CLIP)
+    model = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
+    batches: Any = DataLoader(text(), SEQUENCES // 2 * plan.tp // dist.get_world_size())  # type: ignore[arg-type]
+    model, optimizer, batches = nbdist.prepare(model, optimizer, batches, plan=plan)
+    for words in batches:
+        step(model, optimizer, words)
+    return distance(values(model), trained_alone(kind, fused))
+
+
+def samples_seen(plan: Plan, count: int) -> list[int]:
+    """What `gather_for_metrics` gives in a pass over so many samples, which the batches don't divide."""
+    loader = nbdist.prepare(DataLoader(torch.arange(count), 2), plan=plan)  # type: ignore[arg-type]
+    return [sample for batch in loader for sample in nbdist.gather_for_metrics(batch).tolist()]
+
+
+def objects_seen(plan: Plan, count: int) -> list[int]:
+    loader = nbdist.prepare(DataLoader(torch.arange(count), 2), plan=plan)  # type: ignore[arg-type]
+    return [sample for batch in loader for sample in nbdist.gather_for_metrics(batch.tolist())]
+
+
+def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:
+    """How far a model of another seed is from one that was saved in another division, after a step of both."""
+    runs = []
+    for plan, seed in ((saved, 0), (loaded, 5)):
+        model = make("llama tied", seed)
+        model, optimizer = nbdist.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), plan=plan)
+        runs.append((model, optimizer))
+        if plan is saved:
+            step(model, optimizer, text())
+            nbdist.save_state(folder)
+            step(model, optimizer, text())
+            wanted = values(model)
+        else:
+            nbdist.load_state(folder)
+            step(model, optimizer, text())
+    return distance(values(model), wanted)
+
+
+def distance_after_reading(plan: Plan, folder: str) -> float:
+    """How far a model that was built on the meta device is from the weights that it is given."""
+    model = nbdist.prepare(make("llama"), plan=plan)
+    nbdist.save_model(model, folder)
+    with torch.device("meta"):
+        other = make("llama")
+    other = nbdist.prepare(other, plan=plan, weights=folder)
+    return distance(values(other), values(model))
+
+
+def mesh_of(plan: Plan) -> tuple[tuple[str, ...], list[int]]:
+    """The dimensions of the mesh, and the ranks that divide layers with this one."""
+    nbdist.prepare(make("llama"), plan=plan)
+    mesh = nbdist.mesh()
+    return tuple(mesh.mesh_dim_names), mesh["tp"].mesh.tolist()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from nbdist.metrics.compute.counting import Counting
 from nbdist.metrics.events.passes import PassReader
 from testbed.closed_forms import Gpt, indices, loss_of
 
@@ -29,6 +31,24 @@ def test_passes_of_other_shapes_and_depths_look_different() -> None:
     model = Gpt()
     assert of(model, 2, 16) == of(model, 2, 16)
     assert len({of(model, 2, 16), of(model, 4, 16), of(model, 4, 8), of(Gpt(layers=1), 2, 16)}) == 4
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda inputs: inputs[:, :2].reshape(2, -1),
+        lambda inputs: inputs @ inputs.transpose(1, 2),
+        lambda inputs: torch.einsum("bij,bkj->bik", inputs, inputs),
+        nn.TransformerEncoderLayer(8, 2, 16),
+    ],
+    ids=["reshape", "product", "einsum", "attention"],
+)
+def test_a_pass_looks_the_same_while_it_is_counted(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    reader, inputs = PassReader(), torch.randn(2, 4, 8, requires_grad=True)
+    found = {reader.read([run(inputs).sum()])}
+    with Counting(eagerly=False):
+        found.add(reader.read([run(inputs).sum()]))
+    assert len(found) == 1
 
 
 def test_what_differs_far_from_the_loss_is_found_and_what_was_read_before_is_distrusted() -> None:

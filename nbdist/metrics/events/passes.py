@@ -18,6 +18,7 @@ from nbdist.metrics.events.listening import WrappedFunction, is_traced
 Listener = Callable[[Sequence[Any]], None]
 
 COMPILED = "CompiledFunctionBackward"  # name of the node that runs a compiled backward pass
+_SAME = {"ReshapeAliasBackward0": "ViewBackward0"}  # below a dispatch mode, as of a count, torch makes the latter
 _NEAR = 2  # nodes that are looked at first
 _NODES = 20_000  # of a whole graph, at most
 _FIRST, _EVERY = 6, 256  # passes of a lap that are read whole, and one of so many later on
@@ -186,9 +187,8 @@ def _fingerprint(starts: Sequence[Any], limit: int) -> tuple[int, list[Any]]:
     todo, seen = list(starts), set(starts)
     for node in todo:  # grows meanwhile: breadth first
         inputs = node.next_functions
-        found.append(
-            _number(node, node.name()) if inputs else hash(node.name())
-        )  # the gradient of a parameter has its shape
+        name = _SAME.get(node.name(), node.name())
+        found.append(_number(node, name) if inputs else hash(name))  # the gradient of a parameter has its shape
         if len(seen) < limit:
             for following, _ in inputs:
                 if following is not None and following not in seen:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,7 @@ class StepMeter:
         self._since_lap: deque[TimedStep] = deque()
         self._earlier = Totals()  # of the lap's steps before these
         self._steps = self._lap_steps = 0
+        self._places: dict[int, data_parallel.Places] = {}  # of this lap, by the optimizer's number
         self._serials: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._last_optimizer: Callable[[], object] = lambda: None  # a weak reference
         self._last_serial = 0
@@ -208,6 +209,7 @@ class StepMeter:
             self._last = list(self._since_lap), found, self._loaders
         self._loaders = loading.LoaderUses()
         self._batch = ""
+        self._places.clear()
         self._since_lap.clear()
         self._earlier = Totals()
         self._lap_steps = 0
@@ -253,9 +255,10 @@ class StepMeter:
 
     def _trained_in(self, steps: Sequence[TimedStep]) -> list[torch.Tensor]:
         """Return the parameters that the optimizers of these steps move."""
-        made_by = {step.shape.optimizer for step in steps}
-        optimizers = [optimizer for optimizer, serial in list(self._serials.items()) if serial in made_by]
-        return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+        return [parameter for optimizer, _ in self._alive(_makers(steps)) for parameter in _parameters_of(optimizer)]
+
+    def _alive(self, serials: Collection[int]) -> list[tuple[Optimizer, int]]:
+        return [(optimizer, serial) for optimizer, serial in list(self._serials.items()) if serial in serials]
 
     def _summary(
         self, made: int, steps: Sequence[TimedStep], stalled: float = 0.0, earlier: Totals | None = None
@@ -279,7 +282,7 @@ class StepMeter:
             typical=middle(steps, seconds_of),
             without_gradients=beyond_usual_without_gradients(totals, steps),
             unit=self._unit if totals.units else found.unit,
-            batch=data_parallel.shared_batch(batch, self._trained_in(steps)) if batch else "",
+            batch=data_parallel.shared_batch(batch, [self._places[of] for of in _makers(steps) & self._places.keys()]),
             why=found.why if totals.works else unknown,
         )
 
@@ -466,6 +469,9 @@ class StepMeter:
             step.shape = Shape(step.optimizer, step.passes, step.batches)
             self._counts.finish(step.shape)
             self._counts.want(step.shape, self._lap_steps)
+        for optimizer, serial in self._alive(_makers(unread)):  # which may be gone by the end of the lap
+            if (places := data_parallel.places_of(_parameters_of(optimizer))) is not None:
+                self._places[serial] = places
         self._note(self._clock.ended())
 
     def _distrust(self, passes: int) -> None:
@@ -540,7 +546,7 @@ class StepMeter:
         self._last_optimizer, self._last_serial = weakref.ref(optimizer), serial
 
     def _look_at_device(self, optimizer: Optimizer) -> None:
-        devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        devices = (parameter.device for parameter in _parameters_of(optimizer))
         found = next(devices, self._device)
         if found != self._device:
             self._read_steps()
@@ -553,6 +559,15 @@ def recorded_event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _makers(steps: Sequence[TimedStep]) -> set[int]:
+    """Return the numbers of the optimizers that have made these steps."""
+    return {step.optimizer for step in steps}
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def start() -> None:

@@ -164,12 +164,14 @@ def test_equal_batches_count_once_where_the_model_is_split_between_ranks(
     cell = f"""
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
-model = {wrap}
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-for batch in torch.utils.data.DataLoader(torch.ones(40, 64), batch_size=8):
-    model(batch).square().mean().backward()
-    optimizer.step(); optimizer.zero_grad()"""
+def train_all():
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    model = {wrap}
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for batch in torch.utils.data.DataLoader(torch.ones(40, 64), batch_size=8):
+        model(batch).square().mean().backward()
+        optimizer.step(); optimizer.zero_grad()
+train_all()  # the optimizer is gone when the cell ends"""
     shown = measured.ok(f"%%distributed\n{cell}").stdout
     assert ("ranks 0-1 share their batches" in shown) == shared, shown
     steps = measured.value("[(reply.steps.units, reply.steps.seconds) for reply in laps.replies.values()]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ def four() -> Iterator[Kernel]:
     with shared_kernel(4) as kernel:
         kernel.ok(
             "import nbdist\nfrom nbdist import Plan\nfrom tests.support import train_tensor_parallel as divided\n"
-            "call = nbdist.get_session().call"
+            "call = nbdist.get_session().call\n"
+            "from nbdist.client.ranks.observers import Observer, subscribe\n"
+            "class Laps(Observer):\n    def cell_ended(self, task): self.replies = task.replies\n"
+            "laps = Laps(); subscribe(laps)"
         )
+        kernel.ok("%%distributed\nfrom tests.support import train_tensor_parallel as divided")
         yield kernel
 
 
@@ -54,6 +59,18 @@ def test_a_checkpoint_fits_another_division(four: Kernel, saved: str, loaded: st
 
 def test_a_model_that_is_built_nowhere_reads_its_parts_of_each_layer(four: Kernel, tmp_path: Path) -> None:
     assert max(on_ranks(four, "distance_after_reading", f"{TP}, {str(tmp_path / 'weights')!r}")) == 0
+
+
+@pytest.mark.torch_private
+def test_ranks_that_divide_layers_count_their_batch_once_and_their_share_of_its_flops(four: Kernel) -> None:
+    found = {}
+    for plan, sharing in ((TP, ["ranks 0-1 share", "ranks 2-3 share"]), ("Plan('fsdp')", [])):
+        four.ok("%distributed tflops on")
+        shown = four.ok(f"%%distributed\nfrom nbdist import Plan\ndivided.train_on_words({plan})").stdout
+        assert re.findall(r"ranks \S+ share", " ".join(shown.split())) == sharing
+        found[plan] = four.value("{reply.steps.flops for reply in laps.replies.values()}")
+    four.ok("%distributed tflops off")
+    assert {2 * flops for flops in found[TP]} == found["Plan('fsdp')"]
 
 
 def test_heads_that_can_not_be_divided_are_refused_with_their_numbers(four: Kernel) -> None:

@@ -79,6 +79,14 @@ def distance_from_one_process(kind: Kind, plan: Plan, fused: bool = False) -> fl
     return distance(values(model), trained_alone(kind, fused))
 
 
+def train_on_words(plan: Plan, steps: int = 6) -> None:
+    model = make("llama")
+    model, optimizer = nbdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    random = torch.Generator().manual_seed(dist.get_rank() // plan.tp)
+    for _ in range(steps):
+        step(model, optimizer, torch.randint(0, WORDS, (4, LENGTH), generator=random))
+
+
 def samples_seen(plan: Plan, count: int) -> list[int]:
     """What `gather_for_metrics` gives in a pass over so many samples, which the batches don't divide."""
     loader = nbdist.prepare(DataLoader(torch.arange(count), 2), plan=plan)  # type: ignore[arg-type]

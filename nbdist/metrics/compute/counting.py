@@ -119,6 +119,12 @@ class Tally:
         """Note a kernel that is not an operation of torch."""
         self._add(name, (kernel.device, kernel.dtype), kernel.work, in_optimizer)
 
+    def note_batch(self, indices: torch.Tensor) -> None:
+        """Note indices that an embedding looks up, unless others are known."""
+        local = getattr(indices, "_local_tensor", indices)  # of a DTensor
+        if not self.batch and type(local) is torch.Tensor:
+            self.batch = loading.fingerprint(local)
+
     def add_graph(self, stated: Tally, seen: Tally) -> None:
         """Add a compiled graph.
 
@@ -158,8 +164,7 @@ class Tally:
         is_recomputed = torch._C._current_graph_task_id() != -1
         if indices.dim() > 1 and not is_recomputed:  # one-dimensional ones are of positions
             self.tokens[tuple(embedding.shape)] += indices.numel()
-            if not self.batch and type(indices) is torch.Tensor:
-                self.batch = loading.fingerprint(indices)
+            self.note_batch(indices)
 
     def _add_product(self, func: Any, args: Any, kwargs: Any) -> None:
         with contextlib.suppress(Exception):  # of a kind that it does not expect; the user's step goes on
@@ -215,7 +220,8 @@ class Counting:
         self._stated = Tally()  # of those whose graphs are known
         self._unknown_graphs: set[str] = set()
         self._runs_graph = False
-        self._mode: Any = (_Mode if eagerly else _ModeBesideCompiledCode)(self._note, self._fail)
+        kind = _Mode if eagerly else _ModeBesideCompiledCode
+        self._mode: Any = kind(self._note, self._fail, self.tally.note_batch)
         self._ends: list[Callable[[], object]] = []
 
     def __enter__(self) -> Counting:
@@ -315,7 +321,7 @@ class Counting:
         found: tuple[Tally, Tally] | None = graph.works.get(key)
         if found is None:
             forward, backward = Tally(), Tally()
-            graphs.run_on_shapes(graph, args, lambda tally: _Mode(tally.note, _forget), forward, backward)
+            graphs.run_on_shapes(graph, args, lambda tally: _Mode(tally.note, _forget, _ignore), forward, backward)
             found = graph.works[key] = forward, backward
         return found
 
@@ -335,21 +341,33 @@ os.register_at_fork(after_in_child=_leave_all)
 class _Mode(TorchDispatchMode):
     """Tells of each operation that has run on plain tensors, and of the first that has raised.
 
+    Args:
+        note: Takes an operation, its arguments, and what it has returned.
+        fail: Takes what was raised.
+        note_lookup: Takes indices of an embedding that is divided, before each rank looks for its part of them.
+
     Attributes:
         runs_operation: Whether one is under way.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Any, Any, Any, Any], None], fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        note: Callable[[Any, Any, Any, Any], None],
+        fail: Callable[[BaseException], None],
+        note_lookup: Callable[[Any], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._note, self._fail = note, fail
+        self._note, self._fail, self._note_lookup = note, fail, note_lookup
         self._failed = False
         self.runs_operation = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(map(_dispatches_itself, types)):
+            if func is torch.ops.aten.embedding.default:
+                self._note_lookup(args[1])
             return NotImplemented  # it turns the operation into others on plain tensors, which come back here
         if torch.is_inference_mode_enabled() and _is_composite(func) and not any(map(_is_nested, args)):
             with self:  # otherwise autograd has taken it apart
@@ -387,8 +405,8 @@ def _forget(error: BaseException) -> None:
     """Do nothing: who has run the operation sees the error."""
 
 
-def _ignore(outputs: object) -> None:
-    """Do nothing: a listener that only has the passes observed."""
+def _ignore(_: object) -> None:
+    """Do nothing, where what is told is not needed."""
 
 
 @functools.cache

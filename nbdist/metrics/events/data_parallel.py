@@ -36,18 +36,30 @@ def watch() -> None:
     module._context_parallel_buffers = divide
 
 
-def shared_batch(batch: str, parameters: Collection[torch.Tensor]) -> str:
+Places = frozenset[tuple[int, ...]]  # of this rank, among those that average gradients
+
+
+def places_of(parameters: Collection[torch.Tensor]) -> Places | None:
+    """Return this rank's places among those that average the gradients of what it trains.
+
+    Returns:
+        None where nothing shows that ranks may share a batch; without a place they do if theirs are equal.
+    """
+    found = frozenset(_places({id(parameter) for parameter in parameters}))
+    return found if found or any(map(_is_sharded, parameters)) else None
+
+
+def shared_batch(batch: str, places: Collection[Places]) -> str:
     """Return what is equal on ranks that share a batch, and on no others; empty where nothing shows that they may.
 
     Args:
         batch: Stands for the values of the batch; empty: not known.
-        parameters: What the rank trains.
+        places: Of all that the rank trains.
     """
-    if not batch:
+    if not batch or not places:
         return ""
-    if places := sorted(set(_places({id(parameter) for parameter in parameters}))):
-        return f"{places} {batch}"
-    return batch if any(map(_is_sharded, parameters)) else ""
+    joined = sorted(frozenset().union(*places))
+    return f"{joined} {batch}" if joined else batch
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

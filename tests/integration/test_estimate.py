@@ -32,6 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"strategy": "ddp"},
     {"strategy": "fsdp", "ema": 0.99},
     {"strategy": "fsdp", "precision": "bf16", "activation_checkpointing": "full", "accumulate": 2},
+    {"strategy": "fsdp", "tp": 2},
 ]
 
 pytestmark = pytest.mark.torch_private

@@ -5,6 +5,7 @@ Watches the step with torch's memory tracker, and which modules keep which activ
 
 from __future__ import annotations
 
+import functools
 import json
 import linecache
 import os
@@ -13,8 +14,8 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nbdist.base import trees
@@ -96,10 +98,36 @@ def _leave(running: list[str]) -> None:
 class CountedFakeTensorMode(FakeTensorMode):
     """A mode that knows how many times it has been entered.
 
-    DTensor enters it once more to find the whole shape of what an operation on shards returns.
+    DTensor enters it once more to find the whole shape of what an operation on shards returns. Meshes are made beside
+    it: they look for the rank's own place among their values.
     """
 
     entered = 0
+    _is_aside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_aside:
+            return func(*args, **kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextmanager
+    def with_real_meshes(self) -> Iterator[None]:
+        """Make meshes of real tensors: FSDP makes one for each parameter whose layer is divided among ranks."""
+        original = DeviceMesh.__init__
+
+        @functools.wraps(original)
+        def init(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+            self._is_aside = True
+            try:
+                original(mesh, *args, **kwargs)
+            finally:
+                self._is_aside = False
+
+        DeviceMesh.__init__ = init  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DeviceMesh.__init__ = original  # type: ignore[method-assign]
 
     def __enter__(self) -> Any:
         self.entered += 1
@@ -177,6 +205,7 @@ def _measure(setting: TrialSetup, task: bytes) -> dict[str, Any]:
     state = _begin(setting, notes)
     with ExitStack() as stack:
         mode = stack.enter_context(CountedFakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mode.with_real_meshes())
         stack.enter_context(nothing_moves())
         if setting.on_gpu:
             stack.enter_context(KernelsOfGpu())

@@ -94,7 +94,6 @@ def refuse_contradictions(plan: Settings) -> None:
 
 def _refuse_with_tp(plan: Settings) -> None:
     others = {
-        "compile": (False, "compiled blocks would read results of tensor parallelism before these have arrived"),
         "dispatch": (False, "rank 0 would have to hand the same batch to several ranks"),
         "offload": (False, "layers that are divided are not moved to the CPU yet"),
     }
@@ -103,6 +102,11 @@ def _refuse_with_tp(plan: Settings) -> None:
             raise UsageError(f"tp ({plan.tp}) excludes {name} ({value!r}): {why}. Set {name} to {off}, or tp to 1")
     if plan.precision == "fp8":
         raise UsageError(f"tp ({plan.tp}) excludes precision 'fp8': set precision to 'bf16', or tp to 1")
+    if plan.compile and plan.activation_checkpointing != "none":
+        raise UsageError(
+            f"tp ({plan.tp}) excludes compile with activation_checkpointing {plan.activation_checkpointing!r}: PyTorch "
+            "fails to compile such blocks. Set compile to False, or activation_checkpointing to 'none'"
+        )
 
 
 def _refuse_compilation(plan: Settings) -> None:

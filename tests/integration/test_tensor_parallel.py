@@ -45,6 +45,11 @@ def test_so_it_does_with_a_fused_optimizer(four: Kernel) -> None:
     assert max(on_ranks(four, "distance_from_one_process", f"'llama tied', {TP}, True")) < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama tied"])
+def test_words_that_are_looked_up_have_arrived_when_compiled_blocks_read_them(four: Kernel, kind: str) -> None:
+    assert on_ranks(four, "type_of_embedded", f"{kind!r}, {TP}") == ["torch.Tensor"] * 4
+
+
 @pytest.mark.parametrize("count", [12, 13])
 def test_each_sample_counts_once(four: Kernel, count: int) -> None:
     for function in ("samples_seen", "objects_seen"):

@@ -47,6 +47,15 @@ def test_ranks_that_divide_layers_train_as_one_process_does(some_ranks: Kernel, 
     assert max(on_ranks(some_ranks, "distance_from_one_process", f"{plan}, 'float64'")) < 1e-12
 
 
+@pytest.mark.slow
+def test_so_they_do_with_compiled_blocks(ranks: Kernel) -> None:
+    ranks.ok("import nbdist\nfrom tests.support import train_equality as equality\ncall = nbdist.get_session().call")
+    plan = "equality.plan_of('fsdp', 1, True, tp=2, compile=True)"
+    found = ranks.value(f"call(equality.distance_from_one_process, {plan}, 'float32')", limit=300)
+    assert max(found) < 1e-6
+    assert ranks.value("call(equality.graph_breaks)") == [0, 0]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_ranks_that_exchange_gradients_in_each_micro_batch_train_as_one_process_does(
     some_ranks: Kernel, strategy: str

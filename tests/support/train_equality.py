@@ -31,13 +31,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.linear(self.norm(x)))
+        return x + self.scale * F.gelu(self.linear(self.norm(x)))
 
 
 class Net(nn.Module):
-    """Repeated blocks, and a weight that is tied."""
+    """Repeated blocks, with parameters beside layers, and a weight that is tied."""
 
     tp_plan: ClassVar = dict.fromkeys(["blocks.*.linear", "inner", "outer"], "colwise_gather_output")
 
@@ -85,6 +86,11 @@ def train(plan: Plan, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimi
             scheduler.step()
             optimizer.zero_grad()
     return model, optimizer
+
+
+def graph_breaks() -> int:
+    """How often code that was to be compiled has been run as it is."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def shares(plan: Plan) -> int:

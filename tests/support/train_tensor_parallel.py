@@ -79,6 +79,15 @@ def distance_from_one_process(kind: Kind, plan: Plan, fused: bool = False) -> fl
     return distance(values(model), trained_alone(kind, fused))
 
 
+def type_of_embedded(kind: Kind, plan: Plan) -> str:
+    """The type of what the embedding returns; of a sum that is under way it is another than a tensor's."""
+    model: Any = nbdist.prepare(make(kind), plan=plan)
+    found = []
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: found.append(type(output)))
+    model(input_ids=text())
+    return f"{found[0].__module__}.{found[0].__name__}"
+
+
 def train_on_words(plan: Plan, steps: int = 6) -> None:
     model = make("llama")
     model, optimizer = nbdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)

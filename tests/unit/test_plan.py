@@ -191,7 +191,11 @@ def test_a_plan_needs_no_torch() -> None:
         ({"offload": True}, "as PyTorch moves only shards to the CPU"),
         ({"replicas": 2}, "Set replicas to None, or strategy to 'hsdp'"),
         ({"tp": 2}, "Set tp to 1, or strategy to 'fsdp' or 'hsdp'"),
-        ({"strategy": "fsdp", "tp": 2, "compile": True}, "tp (2) excludes compile (True)"),
+        (
+            {"strategy": "fsdp", "tp": 2, "compile": True, "activation_checkpointing": "full"},
+            "tp (2) excludes compile with activation_checkpointing 'full'",
+        ),
+        ({"strategy": "fsdp", "tp": 2, "offload": True}, "tp (2) excludes offload (True)"),
         ({"strategy": "fsdp", "tp": 2, "precision": "fp8"}, "tp (2) excludes precision 'fp8'"),
         ({"strategy": "none", "sync_batchnorm": True}, "as ranks don't train together otherwise"),
         ({"strategy": "hsdp", "static_graph": True, "bucket_mb": 50}, "Set bucket_mb to 25.0, static_graph to False"),

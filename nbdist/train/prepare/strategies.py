@@ -262,13 +262,13 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     for group in _groups(model, embeddings, blocks, head, block_policy):
         below = [module for each in group.modules for module in each.modules() if module not in inside]
         _make_alike(below, None, materializer, device)
-        divide(below)
+        divide(below, group.modules)
         kept = {"reshard_after_forward": False} if group.is_kept else {}
         fully_shard(list(group.modules), mp_policy=group.policy, **kept | options)
         inside.update(below)
     rest = [module for module in model.modules() if module not in inside]
     _make_alike(rest, None if inside else model, materializer, device)
-    divide(rest)
+    divide(rest, [model])
     fully_shard(model, mp_policy=root_policy, **options)
     for embedding in embeddings:
         if type(embedding).forward is nn.Embedding.forward:
@@ -283,16 +283,17 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     return model
 
 
-def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module]], None]:
+def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module], Sequence[nn.Module]], None]:
     """Return what divides modules as `tp` says, which may be all of the model's, or some after others."""
     if state.plan.tp == 1:
-        return lambda modules: None
+        return lambda modules, gathered: None
     styles = tensor_parallel.styles_of(model)
     names = {module: name for name, module in model.named_modules()}
     tied = tensor_parallel.ties(model)
 
-    def divide(modules: Sequence[nn.Module]) -> None:
-        tensor_parallel.divide([(names[module], module) for module in modules], styles, state.mesh["tp"])
+    def divide(modules: Sequence[nn.Module], gathered: Sequence[nn.Module]) -> None:
+        named = [(names[module], module) for module in modules]
+        tensor_parallel.divide(named, styles, state.mesh["tp"], gathered)
         there = set(modules)
         tensor_parallel.tie_again([places for places in tied if there.issuperset(module for module, _ in places)])
 

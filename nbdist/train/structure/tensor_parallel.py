@@ -7,15 +7,16 @@ and of what else is done to a model.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nbdist.base.text import counted, did_you_mean
@@ -23,31 +24,56 @@ from nbdist.errors import UsageError
 
 
 class _Whole(ParallelStyle):
-    """Each rank has the whole module, and gets its own part of the input, or all of it.
+    """Each rank has all of the module's own parameters, and computes with plain tensors as if it were alone.
 
     Args:
-        inputs: How the first input is laid out: with a part of it, gradients of parameters are summed over the ranks.
+        gradient: How gradients of the parameters relate on the ranks: equal, or to be summed.
     """
 
-    def __init__(self, inputs: Placement) -> None:
-        self._inputs = inputs
+    def __init__(self, gradient: Placement) -> None:
+        self._gradient = gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, self._take, self._give)  # type: ignore[arg-type]
-
-    def _take(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return tuple(
-            DTensor.from_local(each, mesh, [self._inputs], run_check=False)
-            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
-            else each
-            for each in inputs
-        )
-
-    def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+        parameters = dict(module.named_parameters(recurse=False))
+        for name, parameter in parameters.items():
+            whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+        module.__class__ = _showing_local(type(module), tuple(parameters), self._gradient)  # type: ignore[arg-type]
+        return module
 
 
-_HEADS = -2  # the dimension of heads, for norms of queries and keys: their last one is that of a head
+@functools.cache
+def _showing_local(kind: type[nn.Module], names: tuple[str, ...], gradient: Placement) -> type[nn.Module]:
+    """Return a class of modules whose parameters of these names look like plain tensors while FSDP has gathered them.
+
+    A property, not a hook: it holds when a checkpointed block is computed again, and in compiled ones.
+    """
+
+    def local(name: str) -> property:
+        def read(module: nn.Module) -> Any:
+            parameter: Any = module._parameters[name]
+            is_gathered = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+            return parameter.to_local(grad_placements=[gradient]) if is_gathered else parameter
+
+        return property(read)
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__} | {name: local(name) for name in names})
+
+
+class _Apart(torch.autograd.Function):
+    """The same tensor, but no view of another: FSDP warns of views that modules return, as in-place changes fail."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        whole: torch.Tensor = tensor.wait() if hasattr(tensor, "wait") else tensor  # of a collective under way
+        place = whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride()
+        return whole.new_empty(0).set_(*place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 _GATHERED: Callable[[], ParallelStyle] = lambda: ColwiseParallel(output_layouts=Replicate())  # noqa: E731
 
 # By the name that transformers gives a style, and which of a weight's dimensions is divided; None: none.
@@ -59,7 +85,7 @@ STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int | None]] = {
     "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "rowwise_rep": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "embedding_rowwise": (lambda: RowwiseParallel(input_layouts=Replicate()), 0),
-    "replicated_with_grad_allreduce": (lambda: _Whole(Shard(_HEADS)), None),
+    "replicated_with_grad_allreduce": (lambda: _Whole(Partial()), None),
 }
 
 
@@ -138,19 +164,31 @@ def _allowed(count: int) -> str:
     return f"set tp to one of {', '.join(fitting)}"
 
 
-def divide(modules: Iterable[tuple[str, nn.Module]], styles: Mapping[str, str], mesh: DeviceMesh) -> None:
+def divide(
+    modules: Iterable[tuple[str, nn.Module]],
+    styles: Mapping[str, str],
+    mesh: DeviceMesh,
+    gathered: Collection[nn.Module],
+) -> None:
     """Divide modules among the ranks of a mesh of one dimension. All ranks have the same values, or none (meta).
 
     Args:
         modules: By name; what is below them is not looked at.
         styles: As of `styles_of`.
         mesh: The ranks.
+        gathered: Those of the modules that FSDP gathers by themselves.
     """
     for name, module in modules:
         if name in styles:
             parallelize_module(module, mesh, STYLES[styles[name]][0](), src_data_rank=None)
+            if module in gathered or isinstance(module, nn.Embedding):  # compiled blocks read results that are there
+                module.register_forward_hook(_take_apart)
         elif next(module.parameters(recurse=False), None) is not None:
             parallelize_module(module, mesh, _Whole(Replicate()), src_data_rank=None)
+
+
+def _take_apart(module: nn.Module, inputs: object, output: Any) -> Any:
+    return _Apart.apply(output) if isinstance(output, torch.Tensor) else output  # type: ignore[no-untyped-call]
 
 
 def ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

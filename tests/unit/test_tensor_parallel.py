@@ -37,10 +37,6 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
     }
 
 
-def test_what_is_given_counts_instead_of_the_model_s_own_plan() -> None:
-    assert styles_of(Net(PLAN), {"head": "colwise"}) == {"head": "colwise"}
-
-
 def test_an_embedding_that_is_tied_to_a_divided_head_is_divided_as_well() -> None:
     net = Net({"head": "colwise_gather_output"})
     net.head.weight = net.words.weight
@@ -59,7 +55,7 @@ def test_an_unknown_style_is_refused_with_the_nearest() -> None:
 
 def test_a_name_that_fits_no_module_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no module of Net is named 'blocks\.\*\.upp'"):
-        styles_of(Net(), {"blocks.*.upp": "colwise"})
+        styles_of(Net({"blocks.*.upp": "colwise"}))
 
 
 @pytest.mark.parametrize(

@@ -89,23 +89,24 @@ STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int | None]] = {
 }
 
 
-def styles_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
+def styles_of(model: nn.Module) -> dict[str, str]:
     """Return the style of each module that is divided, by its name.
 
     Args:
-        model: As its author wrote it.
-        given: Styles by name, where `*` stands for one part, as in "layers.*.attention.q"; None: as the model says.
+        model: As its author wrote it. Its `tp_plan` has styles by name, where `*` stands for one part, as in
+            "layers.*.attention.q".
 
     Raises:
-        UsageError: Nobody says how, a name fits no module, or nbdist does not know a style.
+        UsageError: The model does not say how, a name fits no module, or nbdist does not know a style.
     """
-    patterns = _own_plan(model) if given is None else given
-    if not patterns:
+    patterns = getattr(model, "tp_plan", None)
+    if not isinstance(patterns, Mapping) or not patterns:
         raise UsageError(
-            f"{type(model).__name__} does not say how tensor parallelism divides its layers: give a style for each in "
-            'the plan, as in tp_styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or leave tp at 1'
+            f"{type(model).__name__} does not say how tensor parallelism divides its layers: give it a style for each, "
+            'like model.tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or leave tp at 1'
         )
     names = dict(model.named_modules())
+    is_shared = hasattr(getattr(model, "config", None), "base_model_tp_plan")  # by models with and without a layer
     found: dict[str, str] = {}
     for pattern, style in patterns.items():
         if style not in STYLES:
@@ -113,15 +114,10 @@ def styles_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[
             raise UsageError(f"unknown style {style!r} of {pattern}{did_you_mean(style, STYLES)} Known styles: {known}")
         fits = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*"))).fullmatch
         matching = [name for name in names if fits(name)]
-        if not matching and given is not None:
+        if not matching and not is_shared:
             raise UsageError(f"no module of {type(model).__name__} is named {pattern!r}{did_you_mean(pattern, names)}")
         found |= dict.fromkeys(matching, style)
     return found | _tied_embeddings(model, found)
-
-
-def _own_plan(model: nn.Module) -> Mapping[str, str]:
-    plan = getattr(model, "tp_plan", None)
-    return plan if isinstance(plan, Mapping) else {}
 
 
 def _tied_embeddings(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

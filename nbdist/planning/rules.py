@@ -88,6 +88,7 @@ def refuse_contradictions(plan: Settings) -> None:
         )
     if plan.tp > 1:
         _refuse_with_tp(plan)
+    _refuse_with_cp(plan)
     if plan.seed_per_rank and plan.seed is None:
         raise UsageError("seed_per_rank adds the rank to the seed, but no seed is set: set seed, for example to 0")
 
@@ -107,6 +108,23 @@ def _refuse_with_tp(plan: Settings) -> None:
             f"tp ({plan.tp}) excludes compile with activation_checkpointing {plan.activation_checkpointing!r}: PyTorch "
             "fails to compile such blocks. Set compile to False, or activation_checkpointing to 'none'"
         )
+
+
+def _refuse_with_cp(plan: Settings) -> None:
+    if plan.cp == 1:
+        if plan.cp_method != default_of("cp_method"):
+            raise UsageError(
+                f"cp_method {plan.cp_method!r} says how sequences that are divided meet, and cp is 1: set cp to 2 or "
+                f"more, or cp_method to {default_of('cp_method')!r}"
+            )
+        return
+    others = {
+        "compile": "torch.compile can't trace the exchange of keys and values",
+        "dispatch": "rank 0 would have to hand the same batch to several ranks",
+    }
+    for name, why in others.items():
+        if value := getattr(plan, name):
+            raise UsageError(f"cp ({plan.cp}) excludes {name} ({value!r}): {why}. Set {name} to False, or cp to 1")
 
 
 def _refuse_compilation(plan: Settings) -> None:
@@ -222,16 +240,15 @@ def refuse_impossible(
         raise UsageError(
             "sync_batchnorm is for GPUs: PyTorch's SyncBatchNorm does not work on the CPU. Leave sync_batchnorm off"
         )
-    if world_size % plan.tp:
-        raise UsageError(
-            f"tp ({plan.tp}) must divide the number of ranks, which is {world_size}: set tp to {_divisors(world_size)}"
-        )
-    groups = world_size // plan.tp
-    if plan.replicas is not None and groups % plan.replicas:
-        what = "number of ranks" if plan.tp == 1 else f"number of ranks divided by tp ({plan.tp})"
-        raise UsageError(
-            f"replicas ({plan.replicas}) must divide the {what}, which is {groups}: set replicas to {_divisors(groups)}"
-        )
+    groups, what = world_size, "the number of ranks"
+    for name in ("tp", "cp", "replicas"):
+        parts = getattr(plan, name) or 1
+        if groups % parts:
+            raise UsageError(
+                f"{name} ({parts}) must divide {what}, which is {groups}: set {name} to {_divisors(groups)}"
+            )
+        if parts > 1:
+            groups, what = groups // parts, f"{what} divided by {name} ({parts})"
     if plan.offload and backend == "nccl":
         raise UsageError(
             "offload keeps shards in CPU memory, from which NCCL can't sum norms or look for infinite gradients: start "

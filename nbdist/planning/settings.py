@@ -249,6 +249,10 @@ class Settings:
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
         tp: Tensor parallel: among how many ranks each layer is divided, as the model's `tp_plan` says. They get the
             same batch. 1: off.
+        cp: Context parallel: among how many ranks each sequence is divided, for language models of transformers. They
+            get the same batch. 1: off.
+        cp_method: How attention sees whole sequences then: "gather" (each rank gathers all keys and values), or
+            "ulysses" (each rank computes some of the heads).
         local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
             0: no local SGD.
         seed: Seed of all random generators; None: not touched.
@@ -469,6 +473,25 @@ class Settings:
         tell=lambda plan, kind: (
             f"each layer is divided among {plan.tp} ranks with neighboring numbers, which get the same batch"
         ),
+    )
+    cp: int = _setting(
+        1,
+        Count(1),
+        _FSDP,
+        "context parallel: ranks that divide each sequence of a language model and get the same batch; 1: off",
+        metavar="N",
+        why="the other strategies give each rank whole sequences",
+        tell=lambda plan, kind: f"each sequence is divided among {plan.cp} ranks, which get the same batch",
+    )
+    cp_method: Literal["gather", "ulysses"] = _setting(
+        "gather",
+        Choice("gather", "ulysses"),
+        _FSDP,
+        "how attention sees whole sequences: each rank gathers keys and values, or has some heads (ulysses)",
+        why="the other strategies give each rank whole sequences",
+        part_of="cp",
+        is_on=lambda cp: cp > 1,
+        tell="each rank computes attention of some of the heads over whole sequences",
     )
     local_sgd_steps: int = _setting(
         0,

@@ -124,6 +124,7 @@ class State:
         active: The loaders that are being iterated over, the innermost last.
         joining: Whether `join_uneven_inputs` lets ranks have different numbers of batches.
         mesh: The ranks as FSDP and HSDP see them, made on first use.
+        mesh_of_sequences: The same with those that divide sequences as a dimension, if the plan has `cp`.
         records: What is known of each optimizer.
         sharded_parts: FSDP's modules in each sharded model.
         replaced: The parameters that now stand for those a model had before it was prepared.
@@ -155,6 +156,7 @@ class State:
     active: MutableSequence[Any] = field(default_factory=list)
     joining: bool = False
     mesh: Any = None
+    mesh_of_sequences: Any = None
     records: Any = field(default_factory=weakref.WeakKeyDictionary)
     sharded_parts: Any = field(default_factory=weakref.WeakKeyDictionary)
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
@@ -291,7 +293,7 @@ def resized() -> list[str]:
     """
     if _current is None:
         return []
-    _current.mesh = _current.neighbor_copies = None
+    _current.mesh = _current.mesh_of_sequences = _current.neighbor_copies = None
     return [note for loader in _current.loaders if (note := loader.take_share(data_rank(), data_size()))]
 
 
@@ -315,7 +317,7 @@ def rank() -> int:
 
 
 def data_size() -> int:
-    """Return the number of different batches at a time: the ranks among which a layer is divided share theirs."""
+    """Return the number of different batches at a time: ranks that divide layers or sequences share theirs."""
     return max(1, world_size() // _sharers())
 
 
@@ -325,7 +327,7 @@ def data_rank() -> int:
 
 
 def _sharers() -> int:
-    return _current.plan.tp if _current is not None else 1
+    return _current.plan.tp * _current.plan.cp if _current is not None else 1
 
 
 def has_group() -> bool:

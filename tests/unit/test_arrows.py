@@ -56,8 +56,8 @@ ALLOWED = {
     "train.compare": "train train.checkpoint train.collective train.loop train.sharding",
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
-    "train.prepare": "plan planning train train.checkpoint train.collective train.data train.loop train.sharding "
-    "train.structure",
+    "train.prepare": "metrics.events plan planning train train.checkpoint train.collective train.data train.loop "
+    "train.sharding train.structure",
     "train.estimate": "metrics.compute metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
     "worker.lanes": "wire wire.base wire.messages",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,11 +29,16 @@ def watch() -> None:
 
     @functools.wraps(original)
     def divide(mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        _contexts.add((_default_group(), frozenset(mesh.mesh.flatten().tolist())))
+        note_divided_sequences(mesh.mesh.flatten().tolist())
         return original(mesh, *args, **kwargs)
 
     divide._nbdist_watches = True  # type: ignore[attr-defined]
     module._context_parallel_buffers = divide
+
+
+def note_divided_sequences(ranks: Iterable[int]) -> None:
+    """Note that ranks, this one among them, divide sequences among themselves."""
+    _contexts.add((_default_group(), frozenset(ranks)))
 
 
 Places = frozenset[tuple[int, ...]]  # of this rank, among those that average gradients

@@ -228,7 +228,7 @@ def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _gathered_uneven(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim == 0:
-        return _gathered(tensor)
+        return _gathered_of_batches(tensor)
     sizes = agreement.all_numbers(len(tensor)).tolist()
     longest = max(sizes)
     gathered = _gathered(_padded(tensor.detach(), 0, longest, 0, False))

@@ -239,6 +239,8 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
     state = training.State(plan.replace(**uncompiled(plan), sync_batchnorm=False), CPU)
     if strategies.strategy_in_effect(plan) in ("fsdp", "hsdp"):
         state.mesh = meshes.make_mesh(plan, CPU)  # it looks at ranks' numbers, which must be real
+        if plan.cp > 1:
+            state.mesh_of_sequences = meshes.make_mesh_of_sequences(plan, CPU)
     return state
 
 

@@ -25,7 +25,9 @@ def mesh() -> Any:
 
     >>> nbdist.mesh()["tp"].get_local_rank()
 
-    Its dimensions, from outside in: "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "tp", if `tp` is more than 1.
+    Its dimensions, from outside in: "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "cp" and "tp", if these are
+    more than 1. With `cp`, parameters are sharded over "dp_shard" and "cp" together, which their own meshes have as one
+    dimension, "dp_shard_cp".
 
     Raises:
         UsageError: There is no process group.
@@ -33,21 +35,50 @@ def mesh() -> Any:
     ensure_group()
     if not training.has_group():
         raise UsageError("there is no process group, so there is no mesh: start ranks, or use torchrun")
-    return mesh_of(training.current())
+    state = training.current()
+    return mesh_of(state) if state.plan.cp == 1 else mesh_of_sequences(state)
 
 
 def mesh_of(state: State) -> Any:
     """Return the mesh of a training, made if it has none yet. To be called on all ranks."""
     plan, device = state.plan, state.device
     if state.mesh is None:
-        key = (device.type, plan.strategy, plan.replicas, plan.tp)
-        state.mesh = _kept_mesh(key, lambda: make_mesh(plan, device))
+        state.mesh = _kept_mesh(_key(plan, device), lambda: make_mesh(plan, device))
     return state.mesh
+
+
+def mesh_of_sequences(state: State) -> Any:
+    """Return the mesh of a training with the ranks that divide sequences as a dimension. To be called on all ranks.
+
+    It is a mesh of its own: what is sharded has shards and parts of sequences as one dimension, and torch gives no
+    public way to make that of two.
+    """
+    plan, device = state.plan, state.device
+    if state.mesh_of_sequences is None:
+        key = (*_key(plan, device), "sequences")
+        state.mesh_of_sequences = _kept_mesh(key, lambda: make_mesh_of_sequences(plan, device))
+    return state.mesh_of_sequences
+
+
+def _key(plan: Plan, device: torch.device) -> tuple[Hashable, ...]:
+    return device.type, plan.strategy, plan.replicas, plan.tp, plan.cp
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Any:
     """Return the ranks by what they share: outermost replicas, then shards, and innermost the parts of layers."""
-    groups = training.world_size() // plan.tp
+    made = _mesh(_sizes(plan), device)
+    _join(made)
+    return made
+
+
+def make_mesh_of_sequences(plan: Plan, device: torch.device) -> Any:
+    """Return the ranks like `make_mesh`, with those that divide sequences as a dimension."""
+    return _mesh(_sizes(plan, apart=True), device)
+
+
+def _sizes(plan: Plan, *, apart: bool = False) -> dict[str, int]:
+    """Return the dimensions of a mesh, from outside in. `apart`: whether "cp" is one, and not in that of shards."""
+    groups = training.world_size() // (plan.tp * plan.cp)
     sizes = {"dp_shard" if plan.strategy == "fsdp" else "dp_replicate": groups}
     if plan.strategy == "hsdp":
         replicas = plan.replicas or _nodes(training.world_size())
@@ -57,16 +88,19 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
                 f"{', '.join(str(number) for number in range(1, groups + 1) if groups % number == 0)}"
             )
         sizes = {"dp_replicate": replicas, "dp_shard": groups // replicas}
-    if plan.tp > 1:
-        sizes["tp"] = plan.tp
-    made = dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    _join(made)
-    return made
+    if plan.cp > 1:
+        shards = sizes.pop("dp_shard")
+        sizes |= {"dp_shard": shards, "cp": plan.cp} if apart else {"dp_shard_cp": shards * plan.cp}
+    return sizes | ({"tp": plan.tp} if plan.tp > 1 else {})
+
+
+def _mesh(sizes: dict[str, int], device: torch.device) -> Any:
+    return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _join(mesh: Any) -> None:
     """Have the norm over shards and parts of layers summed at once: else torch sums twice, and warns of it."""
-    names = [name for name in mesh.mesh_dim_names if name in ("dp_shard", "tp")]
+    names = [name for name in mesh.mesh_dim_names if name in ("dp_shard", "dp_shard_cp", "tp")]
     flatten = getattr(mesh[tuple(names)], "_flatten", None) if len(names) > 1 else None  # private
     if flatten is not None:
         flatten()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,8 +21,9 @@ from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weights import Fitting, give_storage
+from nbdist.train.collective.agreement import gather
 from nbdist.train.loop import precision
-from nbdist.train.prepare.meshes import mesh_of, over_data
+from nbdist.train.prepare.meshes import mesh_of, mesh_of_sequences, over_data
 from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.state import State
@@ -80,12 +82,16 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
 
     Raises:
         UsageError: `shard_by` fits no module, or `methods` no method, there is nothing to checkpoint or to compute in
-            fp8, layers can't be divided by `tp`, a module on the meta device can't set its values, this torch's hook is
-            broken, torchao does not know the recipe.
+            fp8, layers can't be divided by `tp`, or sequences by `cp`, a module on the meta device can't set its
+            values, this torch's hook is broken, torchao does not know the recipe.
     """
     _blocks_of(model, plan)
     if plan.tp > 1:
         tensor_parallel.refuse_indivisible(model, tensor_parallel.styles_of(model), plan.tp)
+    if plan.cp > 1:
+        from nbdist.train.structure import context_parallel
+
+        context_parallel.refuse_unfit(model, plan.cp, exchanges_heads=plan.cp_method == "ulysses", tp=plan.tp)
     if not has_weights:
         refuse_without_initializer(model)
     refuse_unknown_methods(model, plan.methods or ())
@@ -124,6 +130,8 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     for module in model.modules():
         restore(module, "forward")  # of an earlier plan
     model = _with_other_layers(model, plan, state.device)
+    if plan.cp > 1:
+        _divide_sequences(model, state)
     blocks = _blocks_of(model, plan)
     keep_less(
         blocks,
@@ -176,6 +184,23 @@ def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn
     if plan.precision == "fp8":
         float8.convert(model, plan, device)
     return model
+
+
+def _divide_sequences(model: nn.Module, state: State) -> None:
+    from nbdist.metrics.events import data_parallel
+    from nbdist.train.structure import context_parallel
+
+    def group() -> dist.ProcessGroup:
+        return mesh_of_sequences(state).get_group("cp")  # type: ignore[no-any-return]
+
+    data_parallel.note_divided_sequences(dist.get_process_group_ranks(group()))
+    context_parallel.divide_sequences(
+        model,
+        group,
+        exchanges_heads=state.plan.cp_method == "ulysses",
+        sharers=state.plan.cp * state.plan.tp,
+        gather=gather,
+    )
 
 
 # --- DDP

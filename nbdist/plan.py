@@ -1,19 +1,21 @@
 """The plan: how models are made distributed. Values only; independent of torch, ranks or notebooks.
 
 Its settings are declared in `planning.settings`; what can't be is in `planning.rules`, how a plan is described in
-`planning.describe`, what others read of it in `planning.variables`.
+`planning.describe`, what others read of it in `planning.variables`, what is read of Accelerate's file in
+`planning.accelerate_config`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.planning import describe, rules, variables
+from nbdist.planning import accelerate_config, describe, rules, variables
 from nbdist.planning.settings import SETTINGS, Precision, Settings, Strategy, show
 
 __all__ = ["PLAN_VARIABLE", "PRECISION_VARIABLE", "Plan", "Precision", "Strategy"]
@@ -125,6 +127,24 @@ class Plan(Settings):
             raise UsageError(f"a plan is a JSON object like {_EXAMPLE}, not {text[:60]!r}")
         rules.refuse_unknown(settings)
         return cls(**settings)
+
+    @classmethod
+    def from_accelerate(cls, path: str | Path | None = None) -> Plan:
+        """Return the plan that follows a configuration file of Accelerate. Warns of each entry without equivalent.
+
+        Args:
+            path: The file, YAML or JSON; None: where `accelerate config` writes.
+
+        Raises:
+            UsageError: It can't be read, asks for what no plan can do, or PyYAML is missing.
+        """
+        reading = accelerate_config.read(path)
+        for note in reading.notes:
+            warnings.warn(note, stacklevel=2)
+        try:
+            return cls(**reading.settings)
+        except UsageError as error:
+            raise UsageError(f"{reading.file}: {error}") from None
 
     @classmethod
     def from_environment(cls) -> Plan:

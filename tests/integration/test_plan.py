@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,28 @@ def test_reset_begins_from_the_default_plan(plain: Kernel) -> None:
     shown = plain.ok("%distributed plan --reset --precision bf16").stdout
     assert shown.splitlines()[:3] == ["strategy: fsdp -> ddp", "precision: fp32 -> bf16", "accumulate: 4 -> 1"]
     assert plain.ok("%distributed plan --precision bf16").stdout == "No change: this is already the plan.\n"
+
+
+def test_a_file_of_accelerate_becomes_the_plan(plain: Kernel, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    plain.ok("%distributed plan --seed 3")
+    assert plain.ok(f"%distributed plan --from {file} --accumulate 2").stdout.splitlines() == [
+        "strategy: ddp -> fsdp",
+        "precision: fp32 -> bf16",
+        "accumulate: 1 -> 2",
+        "seed: 3 -> not set",
+        f"{OLD_MODELS}: prepare them again to use this one.",
+        "num_processes: 2: the number of ranks is not part of a plan: `%distributed start -n 2`",
+    ]
+    assert plan_of_ranks(plain)["strategy"] == "fsdp"
+
+
+def test_a_file_of_accelerate_that_no_plan_follows_changes_nothing(plain: Kernel, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: DEEPSPEED\n")
+    assert "DEEPSPEED has no equivalent" in plain.fails(f"%distributed plan --from {file}", "UsageError").evalue
+    assert plain.value("nbdist.get_session().plan == Plan()")
 
 
 def test_options_of_a_hook_go_with_it(plain: Kernel) -> None:

@@ -41,6 +41,14 @@ def plan_parser() -> MagicParser:
         help="how models are distributed; auto: propose the first that fits the memory",
     )
     parser.add_argument("--reset", action="store_true", help="start from the default plan")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="start from Accelerate's configuration: this file, or the one that `accelerate config` writes",
+    )
     parser.add_argument("--model", metavar="NAME", help="auto: the model, a variable of rank 0")
     parser.add_argument("--batch", metavar="NAME", help="auto: a micro-batch, a variable of rank 0")
     flagged = {name: setting for name, setting in SETTINGS.items() if setting.group}

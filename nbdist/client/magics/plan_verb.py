@@ -13,6 +13,7 @@ from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.start import session_plan
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import Plan
+from nbdist.planning import accelerate_config
 from nbdist.planning.rules import own_settings, with_parts_dropped
 
 _WORTH_A_WORD = 1 << 30  # GPU bytes held by others; how much ranks hold outside of torch is not known exactly
@@ -35,7 +36,11 @@ def do(session: Session | None, arguments: argparse.Namespace) -> str:
             "`%distributed plan auto --model model --batch batch`"
         )
     before = _current(session)
-    after = _changed(Plan() if arguments.reset else before, arguments)
+    if arguments.source is not None:
+        after, notes = _read(arguments.source, named_settings(arguments))
+        shown = _propose(session, after, arguments) if auto else _change(session, before, after)
+        return "\n".join([shown, *notes])
+    after = _changed(Plan() if arguments.reset else before, named_settings(arguments))
     if auto:
         return _propose(session, after, arguments)
     if not arguments.reset and not named_settings(arguments):
@@ -49,8 +54,17 @@ def _current(session: Session | None) -> Plan:
     return session_plan.kept()
 
 
-def _changed(plan: Plan, arguments: argparse.Namespace) -> Plan:
-    wanted = named_settings(arguments)
+def _read(source: str, wanted: dict[str, Any]) -> tuple[Plan, list[str]]:
+    """Return the plan of a file of Accelerate with the wanted settings, and what of the file has no equivalent."""
+    reading = accelerate_config.read(source or None)
+    plan = Plan()
+    try:
+        return plan.replace(**reading.settings | with_parts_dropped(plan, wanted)), reading.notes
+    except UsageError as error:
+        raise UsageError(f"{reading.file}: {error}") from None
+
+
+def _changed(plan: Plan, wanted: dict[str, Any]) -> Plan:
     try:
         return plan.replace(**with_parts_dropped(plan, wanted))
     except UsageError as error:

@@ -21,6 +21,7 @@ SOURCE = ROOT / "build" / "site-source"
 SITE = ROOT / "build" / "site"
 EXECUTED = ROOT / "build" / "notebooks"
 
+NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
 CHAPTERS = {
     "Guides": (
         "training",
@@ -33,13 +34,16 @@ CHAPTERS = {
         "debug",
         "attach",
         "measures",
+        "guests",
         "jupyterlab",
         "front_ends",
         "cuda_guard",
         "reliability",
         "troubleshooting",
     ),
-    "Notebooks": tuple(f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
+    "Notebooks": tuple(
+        str(path.relative_to(ROOT).with_suffix("")) for path in sorted(ROOT.glob("notebooks/**/*.ipynb"))
+    ),
     "Reference": ("reference", "api"),
     "Coming from": (
         "from_accelerate",
@@ -124,8 +128,10 @@ def gather_pages() -> None:
             copy.write_text(text, encoding="utf-8")
         else:
             shutil.copy(path, copy)
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        shutil.copy(EXECUTED / path.name, SOURCE / "notebooks")
+    for path in NOTEBOOKS:
+        copy = SOURCE / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(EXECUTED / path.name, copy)
     shutil.copy(ROOT / "LICENSE", SOURCE)
 
 

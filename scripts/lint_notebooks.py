@@ -1,4 +1,4 @@
-"""Lint and format notebooks/*.ipynb, the bodies of our cell magics included.
+"""Lint and format all notebooks, the bodies of our cell magics included.
 
 Ruff reads notebooks, but passes over every cell whose magic it does not know, and it can't be told of others.
 So each notebook is given to it with the magic's line as a comment: the lines keep their numbers, and what it
@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fix", action="store_true", help="write what ruff can mend back into the notebooks")
     arguments = parser.parse_args()
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    notebooks = sorted((ROOT / "notebooks").rglob("*.ipynb"))
     if arguments.fix:
         for notebook in notebooks:
             mend(notebook)

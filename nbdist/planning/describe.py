@@ -8,6 +8,8 @@ from nbdist.planning.settings import SETTINGS, SHARDED, TYPES, Settings, default
 
 Row = tuple[str, str, str]
 
+_SHOWN = 8  # groups of ranks
+
 
 def table(plan: Settings, world_size: int | None, device: object) -> str:
     """See `Plan.table`."""
@@ -20,6 +22,8 @@ def table(plan: Settings, world_size: int | None, device: object) -> str:
 
 def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
     yield "strategy", plan.strategy, _strategy(plan, world_size)
+    if world_size is not None and plan.tp * plan.cp > 1:
+        yield "mesh", _mesh(plan, world_size), _sharers(plan, world_size)
     yield "precision", plan.precision, _precision(plan)
     for name, setting in SETTINGS.items():
         value = getattr(plan, name)
@@ -51,6 +55,25 @@ def _strategy(plan: Settings, world_size: int | None) -> str:
         return f"{state} over the ranks of each node; gradients are averaged between nodes"
     groups = f"{plan.replicas} group{'s' if plan.replicas > 1 else ''} of ranks"
     return f"{state} inside each of {groups}; gradients are averaged between groups"
+
+
+def _mesh(plan: Settings, world_size: int) -> str:
+    """Return the dimensions of the mesh of ranks, from outside in."""
+    groups = world_size // (plan.tp * plan.cp)
+    sizes = {"dp_shard": groups}
+    if plan.strategy == "hsdp":
+        sizes = {"dp": groups} if plan.replicas is None else {"dp_replicate": plan.replicas}
+        sizes |= {} if plan.replicas is None else {"dp_shard": groups // plan.replicas}
+    sizes |= {name: size for name, size in (("cp", plan.cp), ("tp", plan.tp)) if size > 1}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def _sharers(plan: Settings, world_size: int) -> str:
+    """Return which ranks share a batch."""
+    size = plan.tp * plan.cp
+    firsts = range(0, world_size, size)
+    shown = " | ".join(f"{first}-{first + size - 1}" for first in firsts[:_SHOWN])
+    return f"ranks that share a batch: {shown}{' | ...' if len(firsts) > _SHOWN else ''}"
 
 
 def _precision(plan: Settings) -> str:

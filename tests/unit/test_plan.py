@@ -389,6 +389,8 @@ def test_every_setting_changes_what_the_table_says(name: str) -> None:
         ({"strategy": "fsdp", "shard_by": ("A", "B")}, "each module of class A or B is a block"),
         ({"strategy": "fsdp", "shard_by": every_block}, "every_block  this function says which modules are blocks"),
         ({"strategy": "fsdp", "compile": "reduce-overhead"}, "recorded again when parameters are gathered elsewhere"),
+        ({"strategy": "fsdp", "tp": 2}, "dp_shard 2 x tp 2  ranks that share a batch: 0-1 | 2-3"),
+        ({"strategy": "hsdp", "replicas": 2, "cp": 2}, "dp_replicate 2 x dp_shard 1 x cp 2"),
         ({"numa": True}, "on    nothing to do: these ranks have no GPU"),
         ({"seed": 7, "seed_per_rank": True}, "start from 7 plus the rank"),
         (OTHERS["comm_hook_options"], "from step 1000 on gradients travel as factors of rank 7"),

@@ -13,7 +13,6 @@ from typing import Any
 
 from nbdist.base.checks import check_whole
 from nbdist.errors import UsageError
-from nbdist.planning.settings import SETTINGS
 
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU")
 _SHARDING = {  # FSDP1's strategies, by name and by number: strategy, reshard
@@ -210,10 +209,8 @@ class _Translation:
         if sizes["dp_replicate"] > 1 and settings["strategy"] != "ddp":
             settings |= {"strategy": "hsdp", "replicas": sizes["dp_replicate"]}
         for name in ("tp", "cp"):
-            if sizes[name] > 1 and name in SETTINGS:
+            if sizes[name] > 1:
                 settings[name] = sizes[name]
-            elif sizes[name] > 1:
-                self._note(f"{section}{name}_size", sizes[name], _NO_EQUIVALENT)
         if sizes["cp"] == 1:
             self._take(f"{section}cp_comm_strategy")
 

@@ -117,6 +117,7 @@ def test_strategies_of_fsdp1_become_fsdp2_s(file: Path, sharding: str, settings:
         ({"dp_replicate_size": 1, "dp_shard_size": 8, "tp_size": 1, "cp_size": 1}, {"strategy": "fsdp"}),
         ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"strategy": "hsdp", "replicas": 2}),
         ({"dp_shard_size": 2, "tp_size": 4}, {"strategy": "fsdp", "tp": 4}),
+        ({"dp_shard_size": 2, "cp_size": 2}, {"strategy": "fsdp", "cp": 2}),
         ({"dp_replicate_size": 2, "tp_size": 2}, {"strategy": "hsdp", "replicas": 2, "tp": 2}),
     ],
 )

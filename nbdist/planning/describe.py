@@ -22,7 +22,8 @@ def table(plan: Settings, world_size: int | None, device: object) -> str:
 
 def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
     yield "strategy", plan.strategy, _strategy(plan, world_size)
-    if world_size is not None and plan.tp * plan.cp > 1:
+    sharers = plan.tp * plan.cp
+    if sharers > 1 and world_size is not None and world_size % sharers == 0:
         yield "mesh", _mesh(plan, world_size), _sharers(plan, world_size)
     yield "precision", plan.precision, _precision(plan)
     for name, setting in SETTINGS.items():

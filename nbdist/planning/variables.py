@@ -23,8 +23,10 @@ NAMES = (
     "FSDP_RESHARD_AFTER_FORWARD",
     "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "FSDP_VERSION",
+    "PARALLELISM_CONFIG_CP_SIZE",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+    "PARALLELISM_CONFIG_TP_SIZE",
 )
 
 
@@ -42,13 +44,20 @@ def environment(plan: Settings, world_size: int, device: object) -> dict[str, st
         found["ACCELERATE_USE_CPU"] = "true"
     if plan.strategy in SHARDED:
         found |= _sharding(plan)
-    if plan.strategy == "hsdp" and plan.replicas is not None and not on_cpu:  # on the CPU it is an error there
-        found |= {
-            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(plan.replicas),
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(world_size // plan.replicas),
-        }
+    if not on_cpu:  # where it is an error there
+        found |= _mesh(plan, world_size)
     return found
+
+
+def _mesh(plan: Settings, world_size: int) -> dict[str, str]:
+    replicas = plan.replicas or 1
+    parts = replicas * plan.tp * plan.cp
+    if parts == 1:
+        return {}
+    sizes = {"DP_REPLICATE": replicas, "DP_SHARD": world_size // parts, "TP": plan.tp, "CP": plan.cp}
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | {
+        f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()
+    }
 
 
 def _compilation(plan: Settings) -> dict[str, str]:

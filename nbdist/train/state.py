@@ -327,7 +327,10 @@ def data_rank() -> int:
 
 
 def _sharers() -> int:
-    return _current.plan.tp * _current.plan.cp if _current is not None else 1
+    if _current is None:
+        return 1
+    sharers = _current.plan.tp * _current.plan.cp
+    return 1 if world_size() % sharers else sharers  # as after a shrink to ranks that the plan does not fit
 
 
 def has_group() -> bool:

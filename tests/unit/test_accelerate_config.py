@@ -179,6 +179,14 @@ def test_words_for_true_and_false_are_read(file: Path) -> None:
                 "parallelism_config_dp_shard_size": 2,
             },
         },
+        *(
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": FSDP2,
+                "parallelism_config": {"parallelism_config_dp_shard_size": 2, f"parallelism_config_{name}_size": 2},
+            }
+            for name in ("tp", "cp")
+        ),
     ],
 )
 def test_the_plan_sets_the_variables_that_accelerate_s_launcher_sets(file: Path, settings: dict[str, Any]) -> None:

@@ -84,6 +84,11 @@ def test_heads_that_can_not_be_divided_are_refused_with_their_numbers(four: Kern
     assert "2 key and value heads can't be divided by tp (4): set tp to one of 1, 2" in outcome.evalue
 
 
+def test_ranks_that_divide_layers_and_got_different_batches_are_refused(four: Kernel) -> None:
+    outcome = four.run(f"call(divided.called_with_batches_of_ranks, {TP})")
+    assert "ranks 0 and 1 divide the layers of one batch, but got different ones ([4, 8], [4, 8]" in outcome.evalue
+
+
 def test_ranks_that_can_not_be_divided_are_refused(four: Kernel) -> None:
     outcome = four.run("call(divided.distance_from_one_process, 'llama', Plan('fsdp', tp=3))")
     assert "tp (3) must divide the number of ranks, which is 4: set tp to 1 or 2 or 4" in outcome.evalue

@@ -88,6 +88,13 @@ def type_of_embedded(kind: Kind, plan: Plan) -> str:
     return f"{found[0].__module__}.{found[0].__name__}"
 
 
+def called_with_batches_of_ranks(plan: Plan) -> None:
+    """Call the model with another batch on each rank, as a loader of one's own may have it."""
+    model = nbdist.prepare(make("llama"), plan=plan)
+    words = text()[4 * dist.get_rank() :][:4]
+    model(input_ids=words, labels=words)
+
+
 def train_on_words(plan: Plan, steps: int = 6) -> None:
     model = make("llama")
     model, optimizer = nbdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)

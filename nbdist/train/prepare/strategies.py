@@ -39,6 +39,7 @@ from nbdist.train.structure.blocks import (
 )
 from nbdist.train.structure.quantized import is_wrapper
 from nbdist.train.structure.shadow import restore
+from nbdist.train.structure.shared_batch import SharedBatch, have_values
 
 
 def strategy_in_effect(plan: Plan) -> Strategy:
@@ -302,6 +303,8 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         give_storage(model, device, parameters_on=torch.device("cpu") if plan.offload else None)
         weights.fill(model)
     _prefetch([*embeddings, *blocks, *head[:1]], plan.prefetch)
+    if plan.tp > 1 and plan.cp == 1 and have_values():
+        SharedBatch("layers", plan.tp, gather).watch(model)
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
     let_in(model, plan.methods or ())

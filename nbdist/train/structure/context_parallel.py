@@ -21,6 +21,7 @@ from nbdist.base.text import counted
 from nbdist.errors import UsageError
 from nbdist.train.structure.sequence_parts import sum_of_losses
 from nbdist.train.structure.shadow import shadow
+from nbdist.train.structure.shared_batch import SharedBatch, have_values
 
 _LAYERS = {"full_attention", "sliding_attention", "dense", "sparse", "mlp", "moe"}  # others mix tokens in other ways
 _UNDIVIDED_LOSS = (
@@ -156,9 +157,8 @@ class _Forward:
         self._names = names
         self._group = group
         self._exchanges_heads = exchanges_heads
-        self._sharers = sharers
-        self._gather = gather
-        self._compared = self._warned = False
+        self._batches = SharedBatch("sequences", sharers, gather)
+        self._warned = False
 
     def __call__(self, original: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call the model with this rank's tokens, if it is to compute the loss; else with all of them."""
@@ -178,8 +178,8 @@ class _Forward:
                 "give it position_ids, such as torch.arange(length)[None]"
             )
         group = self._group()
-        if not self._compared and divided_batch.has_values(group):
-            self._compare(divided_batch.described(batch))
+        if have_values(group):
+            self._batches.compare(batch)
         batch.setdefault("use_cache", _caches(model))
         part, layout = divided_batch.divided(batch, group, exchanges_heads=self._exchanges_heads)
         with dividing(layout):
@@ -193,20 +193,6 @@ class _Forward:
         if torch.is_grad_enabled() and not self._warned:
             self._warned = True
             warnings.warn(_UNDIVIDED_LOSS, stacklevel=4)
-
-    def _compare(self, batch: str) -> None:
-        """Refuse ranks that share a batch and got others, in the first one: from then on they would have failed."""
-        told = self._gather(batch)
-        for first in range(0, len(told), self._sharers):
-            sharing = told[first : first + self._sharers]
-            other = next((place for place, theirs in enumerate(sharing) if theirs != sharing[0]), None)
-            if other is not None:
-                raise UsageError(
-                    f"ranks {first} and {first + other} divide the sequences of one batch, but got different ones "
-                    f"({sharing[0]} and {sharing[other]}): use a loader that nbdist.prepare has made, or give both "
-                    "the same batch"
-                )
-        self._compared = True
 
 
 def _caches(model: Any) -> bool:

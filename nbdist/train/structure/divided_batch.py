@@ -6,7 +6,6 @@ Independent of plans and loaders.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn.functional import pad
 from nbdist.errors import UsageError
 from nbdist.train.structure.divided_attention import SequenceLayout
 from nbdist.train.structure.sequence_parts import order_of
+from nbdist.train.structure.shared_batch import have_values
 
 _NO_LABEL = -100
 _FILL = {"shift_labels": _NO_LABEL}  # of tokens that are added; 0 for all else
@@ -46,14 +46,14 @@ def divided(
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     documents = None
     # Transformers looks for them just then.
-    if positions is not None and mask is None and not batch.get("use_cache") and has_values(group):
+    if positions is not None and mask is None and not batch.get("use_cache") and have_values(group):
         documents = _documents(positions)
     layout = SequenceLayout(
         length=longer,
         group=group,
         exchanges_heads=exchanges_heads,
         order=order_of(longer, ranks, device),
-        padding=None if mask is None or (has_values(group) and mask.all()) else _lengthened(mask.bool(), longer),
+        padding=None if mask is None or (have_values(group) and mask.all()) else _lengthened(mask.bool(), longer),
         documents=None if documents is None else _lengthened(documents, longer),
     )
     by_token = {
@@ -71,11 +71,6 @@ def divided(
     number = batch.get("num_items_in_batch")
     parts["num_items_in_batch"] = (labels != _NO_LABEL).sum() if number is None else number
     return {**batch, **parts, "use_cache": False}, layout
-
-
-def has_values(group: dist.ProcessGroup) -> bool:
-    """Return whether tensors have values: in an estimate, whose ranks are no processes, they have none."""
-    return dist.get_backend(group) != "fake"
 
 
 def _tokens(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -136,10 +131,3 @@ def refuse_unknown(batch: Mapping[str, Any]) -> None:
                 f"cp divides {name} along its second dimension, one entry for each of {length} tokens, and its shape "
                 f"is {list(value.shape)}: give it that shape, or set cp to 1"
             )
-
-
-def described(batch: Mapping[str, Any]) -> str:
-    """Return the tokens of a batch in words that can be compared."""
-    tokens = _tokens(batch)
-    content = tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return f"{list(tokens.shape)} with contents {hashlib.blake2b(content, digest_size=3).hexdigest()}"

@@ -52,12 +52,13 @@ print("trained", rank)"""
 
 BARS_WITH_PRINTS = """\
 %%distributed
-import sys, time
+import sys, time, torch.distributed as dist
 for epoch in range(2):
     for step in range(1, 31):
         print(f"\\repoch {epoch}: {step * (rank + 1) * 50 // 30} %", end="", file=sys.stderr, flush=True)
         if step % 3: time.sleep(0.02)
         print("step", step, flush=True)
+    dist.barrier()  # a bar that ends before another rank's has begun is a line of its own
     print(f"\\repoch {epoch}: 100 %", file=sys.stderr, flush=True)"""
 
 FAILS_IN_BACKGROUND = """\

@@ -41,9 +41,7 @@ CHAPTERS = {
         "reliability",
         "troubleshooting",
     ),
-    "Notebooks": tuple(
-        str(path.relative_to(ROOT).with_suffix("")) for path in sorted(ROOT.glob("notebooks/**/*.ipynb"))
-    ),
+    "Notebooks": tuple(str(path.relative_to(ROOT).with_suffix("")) for path in NOTEBOOKS),
     "Reference": ("reference", "api"),
     "Coming from": (
         "from_accelerate",

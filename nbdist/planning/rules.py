@@ -93,14 +93,11 @@ def refuse_contradictions(plan: Settings) -> None:
         raise UsageError("seed_per_rank adds the rank to the seed, but no seed is set: set seed, for example to 0")
 
 
+_ONE_BATCH = "rank 0 would have to hand the same batch to several ranks"
+
+
 def _refuse_with_tp(plan: Settings) -> None:
-    others = {
-        "dispatch": (False, "rank 0 would have to hand the same batch to several ranks"),
-        "offload": (False, "layers that are divided are not moved to the CPU yet"),
-    }
-    for name, (off, why) in others.items():
-        if (value := getattr(plan, name)) != off:
-            raise UsageError(f"tp ({plan.tp}) excludes {name} ({value!r}): {why}. Set {name} to {off}, or tp to 1")
+    _refuse_beside(plan, "tp", dispatch=_ONE_BATCH, offload="layers that are divided are not moved to the CPU yet")
     if plan.precision == "fp8":
         raise UsageError(f"tp ({plan.tp}) excludes precision 'fp8': set precision to 'bf16', or tp to 1")
     if plan.compile and plan.activation_checkpointing != "none":
@@ -118,13 +115,18 @@ def _refuse_with_cp(plan: Settings) -> None:
                 f"more, or cp_method to {default_of('cp_method')!r}"
             )
         return
-    others = {
-        "compile": "torch.compile can't trace the exchange of keys and values",
-        "dispatch": "rank 0 would have to hand the same batch to several ranks",
-    }
-    for name, why in others.items():
+    traced = "torch.compile can't trace the exchange of keys and values"
+    _refuse_beside(plan, "cp", compile=traced, dispatch=_ONE_BATCH)
+
+
+def _refuse_beside(plan: Settings, parallel: str, **reasons: str) -> None:
+    """Refuse settings that can't be on beside a way to divide the model, for these reasons."""
+    for name, why in reasons.items():
         if value := getattr(plan, name):
-            raise UsageError(f"cp ({plan.cp}) excludes {name} ({value!r}): {why}. Set {name} to False, or cp to 1")
+            raise UsageError(
+                f"{parallel} ({getattr(plan, parallel)}) excludes {name} ({value!r}): {why}. Set {name} to False, or "
+                f"{parallel} to 1"
+            )
 
 
 def _refuse_compilation(plan: Settings) -> None:

@@ -45,6 +45,7 @@ UNNOTICED = (
     "torch.distributed.fsdp._fully_shard._fsdp_state",
     "torch.distributed.rendezvous:_rendezvous_handlers",
     "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.placement_types:_StridedShard",
     "torch.nn.modules.batchnorm:_BatchNorm",
     "torch.optim:Optimizer._step_supports_amp_scaling",
     "torch.profiler._cupti_monitor",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from nbdist.errors import UsageError
 from nbdist.train.structure.tensor_parallel import refuse_indivisible, styles_of
@@ -69,3 +71,42 @@ def test_a_layer_that_can_not_be_divided_is_named_with_its_numbers(plan: dict[st
     net = Net(plan)
     with pytest.raises(UsageError, match=says):
         refuse_indivisible(net, styles_of(net), 5)
+
+
+SIZES = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def mixtral(intermediate_size: int = 12) -> MixtralForCausalLM:
+    with torch.device("meta"):
+        return MixtralForCausalLM(MixtralConfig(intermediate_size=intermediate_size, num_local_experts=4, **SIZES))
+
+
+def test_parameters_of_experts_have_styles_of_their_own() -> None:
+    styles = styles_of(mixtral())
+    assert {name: style for name, style in styles.items() if "experts" in name} == {
+        "model.layers.0.mlp.experts": "moe_tp_experts",
+        "model.layers.0.mlp.experts.gate_up_proj": "packed_colwise",
+        "model.layers.0.mlp.experts.down_proj": "rowwise",
+    }
+
+
+def test_each_of_the_matrices_that_are_packed_must_be_divisible() -> None:
+    model = mixtral(6)
+    says = r"gate_up_proj is \[4, 12, 8\], and is 2 matrices of 6, and 6 can't be divided by tp \(4\): set tp to one of"
+    with pytest.raises(UsageError, match=says):
+        refuse_indivisible(model, styles_of(model), 4)
+
+
+def test_a_model_with_a_layer_that_can_not_be_divided_yet_is_refused_with_the_layer_and_its_style() -> None:
+    with torch.device("meta"):
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES))
+    says = "tp can't divide DeepseekV2ForCausalLM yet: model.layers.0.self_attn.kv_a_proj_with_mqa .* 'mla_kv_a_proj'"
+    with pytest.raises(UsageError, match=says):
+        styles_of(model)
+
+
+def test_experts_of_which_a_part_stays_whole_are_refused() -> None:
+    model = mixtral()
+    model.model.layers[0].mlp.experts.bias = nn.Parameter(torch.empty(4, 8, device="meta"))
+    with pytest.raises(UsageError, match=r"divides the experts of model.layers.0.mlp.experts, but not .*experts\.bias"):
+        styles_of(model)

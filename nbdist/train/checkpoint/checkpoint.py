@@ -33,6 +33,7 @@ from nbdist.train.checkpoint.checkpoint_folder import (
     partials,
     read_manifest,
 )
+from nbdist.train.checkpoint.packed_parts import in_pieces
 from nbdist.train.checkpoint.saving import (
     Save,
     Writing,
@@ -191,7 +192,7 @@ def load_state(
         slots = restoring.slots(types)
     try:
         with agreement.together(), without_group_warning():
-            dcp.load(slots, storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
+            dcp.load(in_pieces(slots), storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
         with agreement.together():
             own = manifest["world_size"] == world_size()
             seed = None if own else f"{manifest['random_seed']} {rank()} of {world_size()}"

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from nbdist.errors import CheckpointError
 from nbdist.train.checkpoint.checkpoint_folder import Draft, keep_newest, partial_folder, write_durably
+from nbdist.train.checkpoint.packed_parts import in_pieces
 from nbdist.train.collective import agreement
 from nbdist.train.state import rank, world_size
 
@@ -191,7 +192,7 @@ class Writing:
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.from_one_rank)
         with without_group_warning():
             dcp.save(
-                tensors,
+                in_pieces(tensors),
                 storage_writer=_Writer(folder),
                 planner=planner,
                 process_group=group,

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.train import state as training
+from nbdist.train.checkpoint.packed_parts import in_pieces
 from nbdist.train.checkpoint.safetensors_folder import INDEX, SINGLE, ModelFolder, read_index
 from nbdist.train.checkpoint.saving import without_group_warning
 
@@ -277,7 +278,7 @@ class DcpFolder:
         """Read the stored pieces that this rank's shards need."""
         alone = training.world_size() == 1
         with without_group_warning():
-            dcp.load(dict(targets), storage_reader=FileSystemReader(self._folder), no_dist=alone)
+            dcp.load(in_pieces(dict(targets)), storage_reader=FileSystemReader(self._folder), no_dist=alone)
 
 
 class StateOfRank0:

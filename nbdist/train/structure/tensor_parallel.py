@@ -7,7 +7,6 @@ and of what else is done to a model.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nbdist.base.text import counted, did_you_mean
 from nbdist.errors import UsageError
+from nbdist.train.structure import divided_experts
+from nbdist.train.structure.divided_experts import PARAMETER_STYLES, DividedExperts
+from nbdist.train.structure.gathered import showing_local
 
 
 class _Whole(ParallelStyle):
@@ -38,26 +40,8 @@ class _Whole(ParallelStyle):
         for name, parameter in parameters.items():
             whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
-        module.__class__ = _showing_local(type(module), tuple(parameters), self._gradient)  # type: ignore[arg-type]
+        module.__class__ = showing_local(type(module), tuple(parameters), self._gradient)
         return module
-
-
-@functools.cache
-def _showing_local(kind: type[nn.Module], names: tuple[str, ...], gradient: Placement) -> type[nn.Module]:
-    """Return a class of modules whose parameters of these names look like plain tensors while FSDP has gathered them.
-
-    A property, not a hook: it holds when a checkpointed block is computed again, and in compiled ones.
-    """
-
-    def local(name: str) -> property:
-        def read(module: nn.Module) -> Any:
-            parameter: Any = module._parameters[name]
-            is_gathered = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
-            return parameter.to_local(grad_placements=[gradient]) if is_gathered else parameter
-
-        return property(read)
-
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__} | {name: local(name) for name in names})
 
 
 class _Apart(torch.autograd.Function):
@@ -90,14 +74,14 @@ STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int | None]] = {
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
-    """Return the style of each module that is divided, by its name.
+    """Return the style of each module that is divided, and of each parameter of experts that are, by its name.
 
     Args:
         model: As its author wrote it. Its `tp_plan` has styles by name, where `*` stands for one part, as in
             "layers.*.attention.q".
 
     Raises:
-        UsageError: The model does not say how, a name fits no module, or nbdist does not know a style.
+        UsageError: The model does not say how, a name fits nothing, or nbdist does not know a style.
     """
     patterns = getattr(model, "tp_plan", None)
     if not isinstance(patterns, Mapping) or not patterns:
@@ -105,25 +89,56 @@ def styles_of(model: nn.Module) -> dict[str, str]:
             f"{type(model).__name__} does not say how tensor parallelism divides its layers: give it a style for each, "
             'like model.tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or leave tp at 1'
         )
-    names = dict(model.named_modules())
+    names, parameters = dict(model.named_modules()), dict(model.named_parameters())
     is_shared = hasattr(getattr(model, "config", None), "base_model_tp_plan")  # by models with and without a layer
     found: dict[str, str] = {}
     for pattern, style in patterns.items():
-        if style not in STYLES:
-            known = ", ".join(STYLES)
-            raise UsageError(f"unknown style {style!r} of {pattern}{did_you_mean(style, STYLES)} Known styles: {known}")
         fits = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*"))).fullmatch
-        matching = [name for name in names if fits(name)]
+        matching = [name for name in (*names, *parameters) if fits(name)]
         if not matching and not is_shared:
             raise UsageError(f"no module of {type(model).__name__} is named {pattern!r}{did_you_mean(pattern, names)}")
+        if style not in STYLES and not is_shared and style not in _OF_EXPERTS:
+            known = ", ".join([*STYLES, *_OF_EXPERTS])
+            raise UsageError(f"unknown style {style!r} of {pattern}{did_you_mean(style, STYLES)} Known styles: {known}")
         found |= dict.fromkeys(matching, style)
+    _refuse_unknown(model, found, parameters)
     return found | _tied_embeddings(model, found)
+
+
+_OF_EXPERTS = (divided_experts.STYLE, *(style for style in PARAMETER_STYLES if style not in STYLES))
+
+
+def _refuse_unknown(model: nn.Module, styles: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a model that divides a layer in a way that is none of those known here."""
+    experts = {name for name, style in styles.items() if style == divided_experts.STYLE and name not in parameters}
+    for name, style in styles.items():
+        owner = name.rpartition(".")[0]
+        is_known = style in STYLES or name in experts
+        if name in parameters:
+            is_known = owner in experts and style in PARAMETER_STYLES and parameters[name].dim() == _EXPERT_DIMENSIONS
+        if not is_known:
+            raise UsageError(
+                f"tp can't divide {type(model).__name__} yet: {name} is divided in the style {style!r}, which is not "
+                "supported. Set tp to 1: fsdp alone can shard this model"
+            )
+    for name in experts:
+        whole = [each for each, _ in model.get_submodule(name).named_parameters(name) if each not in styles]
+        if whole:
+            raise UsageError(
+                f"tp can't divide {type(model).__name__} yet: its plan divides the experts of {name}, but not "
+                f"{', '.join(whole)}. Set tp to 1: fsdp alone can shard this model"
+            )
+
+
+_EXPERT_DIMENSIONS = 3  # expert, rows, columns
 
 
 def _tied_embeddings(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """Return styles for embeddings that share the weight of a head, which is divided: both must be, in the same way."""
     modules = dict(model.named_modules())
-    divided = {id(modules[name].weight) for name in styles if styles[name].startswith("colwise")}
+    divided = {
+        id(modules[name].weight) for name, style in styles.items() if style.startswith("colwise") and name in modules
+    }
     return {
         name: "embedding_rowwise"
         for name, module in modules.items()
@@ -144,8 +159,12 @@ def refuse_indivisible(model: nn.Module, styles: Mapping[str, str], size: int) -
             raise UsageError(
                 f"{counted(count, what.removesuffix('s'))} can't be divided by tp ({size}): {_allowed(count)}"
             )
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, style in styles.items():
+        if name in parameters:
+            _refuse_indivisible_experts(name, style, parameters[name], size)
+        if name not in modules or style not in STYLES:
+            continue
         dimension, weight = STYLES[style][1], getattr(modules[name], "weight", None)
         if dimension is not None and weight is not None and weight.shape[dimension] % size:
             count = weight.shape[dimension]
@@ -153,6 +172,15 @@ def refuse_indivisible(model: nn.Module, styles: Mapping[str, str], size: int) -
                 f"{name} has a weight of {list(weight.shape)}, and {count} can't be divided by tp ({size}): "
                 f"{_allowed(count)}, or pad it"
             )
+
+
+def _refuse_indivisible_experts(name: str, style: str, parameter: torch.Tensor, size: int) -> None:
+    count, matrices = divided_experts.dimension_of(style, parameter)
+    if count % size:
+        packed = f", and is {matrices} matrices of {count}" if matrices > 1 else ""
+        raise UsageError(
+            f"{name} is {list(parameter.shape)}{packed}, and {count} can't be divided by tp ({size}): {_allowed(count)}"
+        )
 
 
 def _allowed(count: int) -> str:
@@ -175,7 +203,10 @@ def divide(
         gathered: Those of the modules that FSDP gathers by themselves.
     """
     for name, module in modules:
-        if name in styles:
+        if styles.get(name) == divided_experts.STYLE:
+            own = {each: styles[f"{name}.{each}"] for each, _ in module.named_parameters(recurse=False)}
+            parallelize_module(module, mesh, DividedExperts(own), src_data_rank=None)
+        elif name in styles:
             parallelize_module(module, mesh, STYLES[styles[name]][0](), src_data_rank=None)
             if module in gathered or isinstance(module, nn.Embedding):  # compiled blocks read results that are there
                 module.register_forward_hook(_take_apart)

@@ -23,7 +23,7 @@ def table(plan: Settings, world_size: int | None, device: object) -> str:
 def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
     yield "strategy", plan.strategy, _strategy(plan, world_size)
     sharers = plan.tp * plan.cp
-    if sharers > 1 and world_size is not None and world_size % sharers == 0:
+    if max(sharers, plan.ep) > 1 and world_size is not None and world_size % sharers == 0:
         yield "mesh", _mesh(plan, world_size), _sharers(plan, world_size)
     yield "precision", plan.precision, _precision(plan)
     for name, setting in SETTINGS.items():
@@ -65,6 +65,8 @@ def _mesh(plan: Settings, world_size: int) -> str:
     if plan.strategy == "hsdp":
         sizes = {"dp": groups} if plan.replicas is None else {"dp_replicate": plan.replicas}
         sizes |= {} if plan.replicas is None else {"dp_shard": groups // plan.replicas}
+    if plan.ep > 1 and "dp_shard" in sizes:
+        sizes |= {"efsdp": sizes.pop("dp_shard") // plan.ep, "ep": plan.ep}
     sizes |= {name: size for name, size in (("cp", plan.cp), ("tp", plan.tp)) if size > 1}
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
@@ -72,6 +74,8 @@ def _mesh(plan: Settings, world_size: int) -> str:
 def _sharers(plan: Settings, world_size: int) -> str:
     """Return which ranks share a batch."""
     size = plan.tp * plan.cp
+    if size == 1:
+        return "each rank has a batch of its own"
     firsts = range(0, world_size, size)
     shown = " | ".join(f"{first}-{first + size - 1}" for first in firsts[:_SHOWN])
     return f"ranks that share a batch: {shown}{' | ...' if len(firsts) > _SHOWN else ''}"

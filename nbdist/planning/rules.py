@@ -89,6 +89,8 @@ def refuse_contradictions(plan: Settings) -> None:
     if plan.tp > 1:
         _refuse_with_tp(plan)
     _refuse_with_cp(plan)
+    if plan.ep > 1:
+        _refuse_with_ep(plan)
     if plan.seed_per_rank and plan.seed is None:
         raise UsageError("seed_per_rank adds the rank to the seed, but no seed is set: set seed, for example to 0")
 
@@ -127,6 +129,21 @@ def _refuse_beside(plan: Settings, parallel: str, **reasons: str) -> None:
                 f"{parallel} ({getattr(plan, parallel)}) excludes {name} ({value!r}): {why}. Set {name} to False, or "
                 f"{parallel} to 1"
             )
+
+
+def _refuse_with_ep(plan: Settings) -> None:
+    others: dict[str, tuple[Any, str]] = {
+        "tp": (1, "experts are divided by one of both"),
+        "cp": (1, "ranks with parts of one sequence don't exchange tokens with experts yet"),
+        "compile": (False, "torch.compile can't trace how tokens travel to experts"),
+        "offload": (False, "experts that are divided are not moved to the CPU yet"),
+        "activation_offload": (False, "what experts keep for backward is not moved to the CPU yet"),
+    }
+    for name, (off, why) in others.items():
+        if (value := getattr(plan, name)) != off:
+            raise UsageError(f"ep ({plan.ep}) excludes {name} ({value!r}): {why}. Set {name} to {off}, or ep to 1")
+    if plan.precision in ("fp16", "fp8"):
+        raise UsageError(f"ep ({plan.ep}) excludes precision {plan.precision!r}: set precision to 'bf16', or ep to 1")
 
 
 def _refuse_compilation(plan: Settings) -> None:
@@ -243,7 +260,7 @@ def refuse_impossible(
             "sync_batchnorm is for GPUs: PyTorch's SyncBatchNorm does not work on the CPU. Leave sync_batchnorm off"
         )
     groups, what = world_size, "the number of ranks"
-    for name in ("tp", "cp", "replicas"):
+    for name in ("tp", "cp", "replicas", "ep"):
         parts = getattr(plan, name) or 1
         if groups % parts:
             raise UsageError(

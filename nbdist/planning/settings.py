@@ -253,6 +253,8 @@ class Settings:
             get the same batch. 1: off.
         cp_method: How attention sees whole sequences then: "gather" (each rank gathers all keys and values), or
             "ulysses" (each rank computes some of the heads).
+        ep: Expert parallel: among how many of the ranks with a shard the experts of a mixture are divided. Each has
+            its own batch. 1: off.
         local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
             0: no local SGD.
         seed: Seed of all random generators; None: not touched.
@@ -492,6 +494,15 @@ class Settings:
         part_of="cp",
         is_on=lambda cp: cp > 1,
         tell="each rank computes attention of some of the heads over whole sequences",
+    )
+    ep: int = _setting(
+        1,
+        Count(1),
+        _FSDP,
+        "expert parallel: ranks that divide experts, each with its own batch",
+        metavar="N",
+        why="the other strategies need each layer whole",
+        tell=lambda plan, kind: f"each rank has 1/{plan.ep} of the experts, and tokens travel to theirs and back",
     )
     local_sgd_steps: int = _setting(
         0,

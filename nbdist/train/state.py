@@ -125,6 +125,7 @@ class State:
         joining: Whether `join_uneven_inputs` lets ranks have different numbers of batches.
         mesh: The ranks as FSDP and HSDP see them, made on first use.
         mesh_of_sequences: The same with those that divide sequences as a dimension, if the plan has `cp`.
+        mesh_of_experts: The same with those that divide experts as a dimension, if the plan has `ep`.
         records: What is known of each optimizer.
         sharded_parts: FSDP's modules in each sharded model.
         replaced: The parameters that now stand for those a model had before it was prepared.
@@ -157,6 +158,7 @@ class State:
     joining: bool = False
     mesh: Any = None
     mesh_of_sequences: Any = None
+    mesh_of_experts: Any = None
     records: Any = field(default_factory=weakref.WeakKeyDictionary)
     sharded_parts: Any = field(default_factory=weakref.WeakKeyDictionary)
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
@@ -293,7 +295,7 @@ def resized() -> list[str]:
     """
     if _current is None:
         return []
-    _current.mesh = _current.mesh_of_sequences = _current.neighbor_copies = None
+    _current.mesh = _current.mesh_of_sequences = _current.mesh_of_experts = _current.neighbor_copies = None
     return [note for loader in _current.loaders if (note := loader.take_share(data_rank(), data_size()))]
 
 

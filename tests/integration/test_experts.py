@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers whose experts are divided among ranks, with what belongs to a training."""
+"""Mixtures of experts that ranks divide (`tp`), or of which each has some (`ep`), with what belongs to a training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from tests.conftest import shared_kernel
 FSDP = "Plan('fsdp')"
 TP = "Plan('fsdp', tp=2)"
 TP_OF_REPLICAS = "Plan('hsdp', tp=2, replicas=2)"
+EP = "Plan('fsdp', ep=2)"
+EP_OF_ALL = "Plan('fsdp', ep=4)"
+EP_OF_REPLICAS = "Plan('hsdp', ep=2, replicas=2)"
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +34,76 @@ def on_ranks(kernel: Kernel, function: str, arguments: str) -> list[Any]:
     return list(kernel.value(f"call(experts.{function}, {arguments})"))
 
 
-@pytest.mark.parametrize("plan", [TP, TP_OF_REPLICAS], ids=["tp", "tp of replicas"])
-@pytest.mark.parametrize("steps", ["default", "fused"])
-def test_divided_experts_train_as_one_process_does(four: Kernel, plan: str, steps: str) -> None:
+@pytest.mark.parametrize("plan", [TP, TP_OF_REPLICAS, EP, EP_OF_ALL, EP_OF_REPLICAS])
+@pytest.mark.parametrize("steps", ["foreach", "fused"])
+def test_experts_train_as_in_one_process(four: Kernel, plan: str, steps: str) -> None:
     assert max(on_ranks(four, "distance_from_one_process", f"'qwen3', {plan}, {steps!r}")) < 1e-12
 
 
-def test_so_they_do_to_the_precision_of_a_router_that_computes_in_float32(four: Kernel) -> None:
-    assert max(on_ranks(four, "distance_from_one_process", f"'mixtral', {TP}")) < 1e-6
+@pytest.mark.parametrize("plan", [TP, EP])
+def test_so_they_do_to_the_precision_of_a_router_that_computes_in_float32(four: Kernel, plan: str) -> None:
+    assert max(on_ranks(four, "distance_from_one_process", f"'mixtral', {plan}")) < 1e-6
 
 
-def test_so_they_do_with_tied_weights_and_checkpointed_blocks(four: Kernel) -> None:
-    plan = TP.replace(")", ", activation_checkpointing='full')")
-    assert max(on_ranks(four, "distance_from_one_process", f"'qwen3 tied', {plan}")) < 1e-12
+def test_so_they_do_in_float32_multiplied_all_at_once(four: Kernel) -> None:
+    assert max(on_ranks(four, "distance_in_float32", EP)) < 1e-5
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(TP, FSDP), (FSDP, TP), (TP, TP_OF_REPLICAS)])
+@pytest.mark.parametrize("plan", [TP, EP])
+@pytest.mark.parametrize(
+    "more", ["activation_checkpointing='full'", "activation_checkpointing='selective'", "accumulate=2, exchange='each'"]
+)
+def test_so_they_do_with_tied_weights_and_other_settings(four: Kernel, plan: str, more: str) -> None:
+    assert max(on_ranks(four, "distance_from_one_process", f"'qwen3 tied', {plan[:-1]}, {more})")) < 1e-12
+
+
+def test_a_rank_whose_experts_no_token_chooses_takes_part(four: Kernel) -> None:
+    assert max(on_ranks(four, "distance_from_one_process", f"'qwen3 idle', {EP_OF_ALL}")) < 1e-12
+
+
+def test_fewer_experts_than_ranks_are_sharded_by_their_rows(four: Kernel) -> None:
+    assert max(on_ranks(four, "distance_from_one_process", f"'qwen3', {EP}, 'default', 2")) < 1e-12
+
+
+def test_the_norm_is_that_of_all_gradients(four: Kernel) -> None:
+    for found, wanted in on_ranks(four, "norm_and_that_of_one_process", EP):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_ranks_generate_text_of_their_own(four: Kernel) -> None:
+    assert on_ranks(four, "distance_of_generated", EP) == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TP, FSDP), (FSDP, TP), (TP, TP_OF_REPLICAS), (EP, FSDP), (FSDP, EP_OF_REPLICAS), (TP, EP)]
+)
 def test_a_checkpoint_fits_another_division_of_experts(four: Kernel, saved: str, loaded: str, tmp_path: Path) -> None:
     arguments = f"{saved}, {loaded}, {str(tmp_path / 'saved')!r}"
     assert max(on_ranks(four, "distance_after_loading", arguments)) < 1e-12
 
 
-def test_experts_that_are_built_nowhere_read_their_parts(four: Kernel, tmp_path: Path) -> None:
-    assert max(on_ranks(four, "distance_after_reading", f"{TP}, {str(tmp_path / 'weights')!r}")) == 0
+@pytest.mark.parametrize("plan", [TP, EP])
+def test_experts_that_are_built_nowhere_read_their_parts(four: Kernel, plan: str, tmp_path: Path) -> None:
+    assert max(on_ranks(four, "distance_after_reading", f"{plan}, {str(tmp_path / 'weights')!r}")) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            f"'qwen3', {EP_OF_ALL}, 6",
+            "gate_up_proj is of 6 experts, which can't be divided by ep (4): set ep to one of",
+        ),
+        (f"'llama', {EP}", "ep (2) divides experts, and LlamaForCausalLM does not say that it has any: set ep to 1"),
+        ("'qwen3', Plan('fsdp', ep=3)", "ep (3) must divide the number of ranks, which is 4: set ep to 1 or 2 or 4"),
+        ("'qwen3', Plan('hsdp', ep=3)", "ep (3) must divide the number of ranks, which is 4: set ep to 1 or 2 or 4"),
+    ],
+)
+def test_what_can_not_be_divided_is_refused_with_the_numbers(four: Kernel, arguments: str, says: str) -> None:
+    assert says in four.run(f"call(experts.prepared, {arguments})").evalue
+
+
+def test_the_mesh_has_its_dimensions_by_name_and_neighbors_divide_experts(four: Kernel) -> None:
+    found = on_ranks(four, "mesh_of", EP_OF_REPLICAS)
+    assert [names for names, _ in found] == [("dp_replicate", "efsdp", "ep")] * 4
+    assert [ranks for _, ranks in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]

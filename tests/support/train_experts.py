@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,10 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 import nbdist
 from nbdist.plan import Plan
+from tests.support import train_tensor_parallel
 from tests.support.train_tensor_parallel import CLIP, SEQUENCES, WORDS, distance, step, text, values
 
-Kind = Literal["mixtral", "qwen3", "qwen3 tied"]
+Kind = Literal["mixtral", "qwen3", "qwen3 tied", "qwen3 idle"]
 Steps = Literal["default", "foreach", "fused"]
 
 
@@ -22,6 +24,8 @@ def make(kind: Kind, seed: int = 0, experts: int = 4) -> nn.Module:
     torch.manual_seed(seed)
     model: Any = _model(kind, experts)
     model.set_experts_implementation("eager")  # the faster ones don't know float64
+    if kind == "qwen3 idle":  # all tokens choose the same experts, so others get none
+        nn.init.zeros_(model.model.layers[1].mlp.gate.weight)
     return model.double()  # type: ignore[no-any-return]
 
 
@@ -45,8 +49,8 @@ def optimizer_of(model: nn.Module, steps: Steps) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3, **({} if steps == "default" else {steps: True}))
 
 
-def trained_alone(kind: Kind, steps: Steps = "default") -> dict[str, torch.Tensor]:
-    model = make(kind)
+def trained_alone(kind: Kind, steps: Steps = "default", experts: int = 4) -> dict[str, torch.Tensor]:
+    model = make(kind, experts=experts)
     optimizer = optimizer_of(model, steps)
     for words in text().split(SEQUENCES // 2):
         model(input_ids=words, labels=words).loss.backward()
@@ -56,16 +60,62 @@ def trained_alone(kind: Kind, steps: Steps = "default") -> dict[str, torch.Tenso
     return values(model)
 
 
-def distance_from_one_process(kind: Kind, plan: Plan, steps: Steps = "default") -> float:
+def distance_from_one_process(kind: Kind, plan: Plan, steps: Steps = "default", experts: int = 4) -> float:
     """How far parameters are from those of one process, after two steps on all of the text."""
     plan = plan.replace(clip_grad_norm=CLIP)
-    model = make(kind)
+    model = make(kind, experts=experts)
     optimizer = optimizer_of(model, steps)
-    batches: Any = DataLoader(text(), SEQUENCES // 2 * plan.tp // dist.get_world_size())  # type: ignore[arg-type]
+    rows = SEQUENCES // 2 * plan.tp // dist.get_world_size() // plan.accumulate
+    batches: Any = DataLoader(text(), rows)  # type: ignore[arg-type]
     model, optimizer, batches = nbdist.prepare(model, optimizer, batches, plan=plan)
     for words in batches:
-        step(model, optimizer, words)
-    return distance(values(model), trained_alone(kind, steps))
+        with nbdist.accumulate():
+            step(model, optimizer, words)
+    return distance(values(model), trained_alone(kind, steps, experts))
+
+
+def distance_in_float32(plan: Plan) -> float:
+    """How far gradients in float32, of experts as transformers computes them by default, are from one process's."""
+    words = text()
+    torch.manual_seed(0)
+    alone = _model("mixtral", 4)
+    model: Any = nbdist.prepare(copy.deepcopy(alone), plan=plan)
+    alone(input_ids=words, labels=words).loss.backward()
+    own = words.chunk(dist.get_world_size())[dist.get_rank()]
+    nbdist.backward(model(input_ids=own, labels=own).loss)
+    found = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+    return distance(found, {name: each.grad for name, each in alone.named_parameters() if each.grad is not None})
+
+
+def norm_and_that_of_one_process(plan: Plan) -> tuple[float, float]:
+    """The norm of all gradients, by `clip_grad_norm_`."""
+    words, alone = text(), make("qwen3")
+    model: Any = nbdist.prepare(make("qwen3"), plan=plan)
+    for each in (alone, model):
+        nbdist.backward(each(input_ids=words, labels=words).loss)
+    norm = nbdist.clip_grad_norm_(model, 1.0)
+    assert norm is not None
+    return norm.item(), nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
+
+
+def distance_of_generated(plan: Plan) -> int:
+    """In how many words a text that goes on is another than that of one process. Ranks have prompts of their own."""
+    prompt = text()[dist.get_rank() :][:1, :4]
+    model: Any = nbdist.prepare(make("qwen3"), plan=plan)
+    alone: Any = make("qwen3")
+    found, wanted = (each.generate(prompt, max_new_tokens=4, do_sample=False) for each in (model, alone))
+    return int((found != wanted).sum())
+
+
+def prepared(kind: Literal["llama", "qwen3"], plan: Plan, experts: int = 4) -> None:
+    nbdist.prepare(train_tensor_parallel.make("llama") if kind == "llama" else make(kind, experts=experts), plan=plan)
+
+
+def mesh_of(plan: Plan) -> tuple[tuple[str, ...], list[int]]:
+    """The dimensions of the mesh, and the ranks that divide experts with this one."""
+    nbdist.prepare(make("qwen3"), plan=plan)
+    mesh = nbdist.mesh()
+    return tuple(mesh.mesh_dim_names), mesh["ep"].mesh.tolist()
 
 
 def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:

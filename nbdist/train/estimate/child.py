@@ -228,6 +228,9 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
         notes.append("torch.compile is not modeled: it frees or fuses some activations away")
         if plan.activation_budget is not None:
             notes.append("the activation budget is estimated as a share of the blocks; the compiler can do better")
+    if plan.ep > 1:
+        notes.append("ep is not modeled: experts are counted as if all of a block were gathered on each rank")
+        plan = plan.replace(ep=1)
     if plan.activation_offload:
         notes.append("activations are counted as if they stayed: activation_offload is not modeled")
         plan = plan.replace(activation_offload=False)

@@ -27,7 +27,8 @@ def mesh() -> Any:
 
     Its dimensions, from outside in: "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "cp" and "tp", if these are
     more than 1. With `cp`, parameters are sharded over "dp_shard" and "cp" together, which their own meshes have as one
-    dimension, "dp_shard_cp".
+    dimension, "dp_shard_cp". With `ep`, "dp_shard" is two dimensions: "ep", over which experts are divided, and outside
+    of it "efsdp", over which they are sharded.
 
     Raises:
         UsageError: There is no process group.
@@ -36,6 +37,8 @@ def mesh() -> Any:
     if not training.has_group():
         raise UsageError("there is no process group, so there is no mesh: start ranks, or use torchrun")
     state = training.current()
+    if state.plan.ep > 1:
+        return mesh_of_experts(state)
     return mesh_of(state) if state.plan.cp == 1 else mesh_of_sequences(state)
 
 
@@ -60,6 +63,18 @@ def mesh_of_sequences(state: State) -> Any:
     return state.mesh_of_sequences
 
 
+def mesh_of_experts(state: State) -> Any:
+    """Return the mesh of a training with the ranks that divide experts as a dimension. To be called on all ranks.
+
+    It is a mesh of its own, as what is no expert is sharded over all ranks that have a shard.
+    """
+    plan, device = state.plan, state.device
+    if state.mesh_of_experts is None:
+        key = (*_key(plan, device), "experts", plan.ep)
+        state.mesh_of_experts = _kept_mesh(key, lambda: make_mesh_of_experts(plan, device))
+    return state.mesh_of_experts
+
+
 def _key(plan: Plan, device: torch.device) -> tuple[Hashable, ...]:
     return device.type, plan.strategy, plan.replicas, plan.tp, plan.cp
 
@@ -74,6 +89,28 @@ def make_mesh(plan: Plan, device: torch.device) -> Any:
 def make_mesh_of_sequences(plan: Plan, device: torch.device) -> Any:
     """Return the ranks like `make_mesh`, with those that divide sequences as a dimension."""
     return _mesh(_sizes(plan, apart=True), device)
+
+
+def make_mesh_of_experts(plan: Plan, device: torch.device) -> Any:
+    """Return the ranks by the experts that they have: outermost replicas, then shards of the same, innermost others."""
+    sizes = _sizes(plan)
+    shards = sizes.pop("dp_shard")
+    made = _mesh(sizes | {"efsdp": shards // plan.ep, "ep": plan.ep}, device)
+    _join(made)
+    return made
+
+
+def shards_of_experts(plan: Plan) -> int:
+    """Return how many ranks have the same experts, and shard them.
+
+    Raises:
+        UsageError: `ep` does not divide the ranks that have a shard.
+    """
+    shards = _sizes(plan)["dp_shard"]
+    if shards % plan.ep:
+        fitting = ", ".join(str(number) for number in range(1, shards + 1) if shards % number == 0)
+        raise UsageError(f"ep ({plan.ep}) must divide the {shards} ranks of a replica: set ep to one of {fitting}")
+    return shards // plan.ep
 
 
 def _sizes(plan: Plan, *, apart: bool = False) -> dict[str, int]:
@@ -100,7 +137,7 @@ def _mesh(sizes: dict[str, int], device: torch.device) -> Any:
 
 def _join(mesh: Any) -> None:
     """Have the norm over shards and parts of layers summed at once: else torch sums twice, and warns of it."""
-    names = [name for name in mesh.mesh_dim_names if name in ("dp_shard", "dp_shard_cp", "tp")]
+    names = [name for name in mesh.mesh_dim_names if name in ("dp_shard", "dp_shard_cp", "tp", "efsdp", "ep")]
     flatten = getattr(mesh[tuple(names)], "_flatten", None) if len(names) > 1 else None  # private
     if flatten is not None:
         flatten()
@@ -108,7 +145,7 @@ def _join(mesh: Any) -> None:
 
 def over_data(mesh: Any) -> Any:
     """Return the ranks as FSDP and HSDP see them."""
-    names = [name for name in mesh.mesh_dim_names if name.startswith("dp_")]
+    names = [name for name in mesh.mesh_dim_names if name.startswith("dp_") or name == "efsdp"]
     return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
 
 

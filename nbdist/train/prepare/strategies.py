@@ -23,7 +23,7 @@ from nbdist.train import state as training
 from nbdist.train.checkpoint.weights import Fitting, give_storage
 from nbdist.train.collective.agreement import gather
 from nbdist.train.loop import precision
-from nbdist.train.prepare.meshes import mesh_of, mesh_of_sequences, over_data
+from nbdist.train.prepare.meshes import mesh_of, mesh_of_experts, mesh_of_sequences, over_data, shards_of_experts
 from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.state import State
@@ -93,6 +93,10 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         from nbdist.train.structure import context_parallel
 
         context_parallel.refuse_unfit(model, plan.cp, exchanges_heads=plan.cp_method == "ulysses", tp=plan.tp)
+    if plan.ep > 1:
+        from nbdist.train.structure import expert_parallel
+
+        expert_parallel.refuse_unfit(model, plan.ep, shards_of_experts(plan))
     if not has_weights:
         refuse_without_initializer(model)
     refuse_unknown_methods(model, plan.methods or ())
@@ -284,7 +288,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         options["offload_policy"] = CPUOffloadPolicy()
     materializer = Materializer(device) if weights is None else None
     embeddings, head = _ends(model, found)
-    inside: set[nn.Module] = set()
+    inside = _shard_experts(model, state, materializer, block_policy, options) if plan.ep > 1 else set()
     for group in _groups(model, embeddings, blocks, head, block_policy):
         below = [module for each in group.modules for module in each.modules() if module not in inside]
         _make_alike(below, None, materializer, device)
@@ -309,6 +313,39 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         register_fsdp_forward_method(model, "generate")
     let_in(model, plan.methods or ())
     return model
+
+
+def _shard_experts(
+    model: nn.Module, state: State, materializer: Materializer | None, policy: Any, options: Mapping[str, Any]
+) -> set[nn.Module]:
+    """Divide experts as `ep` says, and shard those that are left over the ranks that have the same.
+
+    Returns:
+        All modules that are sharded now.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    from nbdist.train.structure import expert_parallel
+
+    mesh = mesh_of_experts(state)
+    ep, shards = mesh["ep"].size(), mesh["efsdp"].size()
+
+    def group() -> dist.ProcessGroup:
+        return mesh_of_experts(state).get_group("ep")  # type: ignore[no-any-return]
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(expert_parallel.shard_dimension(parameter.shape, ep, shards) or 0)
+
+    inside: set[nn.Module] = set()
+    for experts in expert_parallel.experts_of(model).values():
+        below = list(experts.modules())
+        _make_alike(below, None, materializer, state.device)
+        expert_parallel.divide(experts, mesh["ep"], group)
+        own = {"mesh": over_data(mesh), "mp_policy": dataclasses.replace(policy, cast_forward_inputs=False)}
+        fully_shard(experts, shard_placement_fn=placement, **options | own)
+        inside.update(below)
+    return inside
 
 
 def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module], Sequence[nn.Module]], None]:

@@ -26,7 +26,7 @@ def make(kind: Kind, seed: int = 0, experts: int = 4) -> nn.Module:
     model.set_experts_implementation("eager")  # the faster ones don't know float64
     if kind == "qwen3 idle":  # all tokens choose the same experts, so others get none
         nn.init.zeros_(model.model.layers[1].mlp.gate.weight)
-    return model.double()  # type: ignore[no-any-return]
+    return model.double()
 
 
 def _model(kind: Kind, experts: int) -> nn.Module:
@@ -40,13 +40,20 @@ def _model(kind: Kind, experts: int) -> nn.Module:
         "tie_word_embeddings": kind == "qwen3 tied",
     }
     if kind != "mixtral":  # its first layer has no experts
-        own = {"moe_intermediate_size": 24, "num_experts": experts, "head_dim": 8, "mlp_only_layers": [0]}
+        own: dict[str, Any] = {
+            "moe_intermediate_size": 24,
+            "num_experts": experts,
+            "head_dim": 8,
+            "mlp_only_layers": [0],
+        }
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=48, **own, **sizes))
     return MixtralForCausalLM(MixtralConfig(intermediate_size=24, num_local_experts=experts, **sizes))
 
 
 def optimizer_of(model: nn.Module, steps: Steps) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), 1e-3, **({} if steps == "default" else {steps: True}))
+    return torch.optim.AdamW(
+        model.parameters(), 1e-3, foreach=steps == "foreach" or None, fused=steps == "fused" or None
+    )
 
 
 def trained_alone(kind: Kind, steps: Steps = "default", experts: int = 4) -> dict[str, torch.Tensor]:

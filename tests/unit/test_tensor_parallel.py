@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -73,7 +75,13 @@ def test_a_layer_that_can_not_be_divided_is_named_with_its_numbers(plan: dict[st
         refuse_indivisible(net, styles_of(net), 5)
 
 
-SIZES = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 def mixtral(intermediate_size: int = 12) -> MixtralForCausalLM:

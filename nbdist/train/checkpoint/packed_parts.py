@@ -6,7 +6,7 @@ memory. torch takes what a rank has for one piece of the whole; here it learns t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +29,21 @@ def _in_pieces(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor) or not (packed := _packed(tensor)):
         return tensor
     local = tensor.to_local().detach()
-    presented = tensor.detach()
+    presented: Any = tensor.detach()
     pieces = local.as_subclass(_Pieces)
     pieces.whole, pieces.pieces = tensor.shape, _pieces(tensor, local, packed)
     presented._local_tensor = pieces  # as torch's own wrappers of several shards
-    return presented
+    return presented  # type: ignore[no-any-return]
 
 
 def _packed(tensor: DTensor) -> dict[int, int]:
     """Return how many matrices are packed in which dimension, by the dimension of the mesh that divides them."""
-    whole_rows = {placement.dim for placement in tensor.placements if type(placement) is Shard}
+    placements: Sequence[Any] = tensor.placements
+    contiguous = {placement.dim for placement in placements if type(placement) is Shard}
     return {
         axis: placement.split_factor
-        for axis, placement in enumerate(tensor.placements)
-        if hasattr(placement, "split_factor") and placement.dim not in whole_rows
+        for axis, placement in enumerate(placements)
+        if hasattr(placement, "split_factor") and placement.dim not in contiguous
     }
 
 

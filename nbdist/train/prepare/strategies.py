@@ -316,7 +316,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
 
 
 def _shard_experts(
-    model: nn.Module, state: State, materializer: Materializer | None, policy: Any, options: Mapping[str, Any]
+    model: nn.Module, state: State, materializer: Materializer | None, policy: Any, options: dict[str, Any]
 ) -> set[nn.Module]:
     """Divide experts as `ep` says, and shard those that are left over the ranks that have the same.
 

@@ -119,7 +119,7 @@ def divide(experts: nn.Module, mesh: DeviceMesh, group: Callable[[], dist.Proces
         count = parameter.shape[0]
     experts.__class__ = showing_local(type(experts), tuple(names))
     if "num_experts" in vars(experts):
-        experts.num_experts = count // mesh.size()
+        experts.num_experts = count // mesh.size()  # type: ignore[assignment]
     shadow(experts, "forward", _Forward(group, count))
 
 
@@ -148,9 +148,9 @@ class _Forward:
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen)
         routes = _routes(chosen, self._count, self._group())
-        tokens = _Travel.apply(hidden_states[order // top_k_index.size(-1)], routes, float(routes.ranks))
+        tokens = _travel(hidden_states[order // top_k_index.size(-1)], routes, routes.ranks)
         computed = _computed(original, experts, tokens, routes.experts)
-        back = _Travel.apply(computed, routes.reversed(), 1 / routes.ranks)
+        back = _travel(computed, routes.reversed(), 1 / routes.ranks)
         results = torch.empty_like(back)
         results[order] = back
         weighted = results.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
@@ -219,6 +219,10 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _travelled(gradient, ctx.routes.reversed()) * ctx.factor, None, None
+
+
+def _travel(rows: torch.Tensor, routes: _Routes, factor: float) -> torch.Tensor:
+    return _Travel.apply(rows, routes, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _travelled(rows: torch.Tensor, routes: _Routes) -> torch.Tensor:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 
-@functools.cache
 def showing_local(kind: type[nn.Module], names: tuple[str, ...], gradient: Placement | None = None) -> type[nn.Module]:
     """Return a class of modules whose parameters of these names look like plain tensors while FSDP has gathered them.
 
@@ -20,6 +19,11 @@ def showing_local(kind: type[nn.Module], names: tuple[str, ...], gradient: Place
         names: Of the parameters.
         gradient: How gradients of the parameters relate on the ranks; None: each is of this rank's part.
     """
+    return _showing_local(kind, names, gradient)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _showing_local(kind: type[nn.Module], names: tuple[str, ...], gradient: Placement | None) -> type[nn.Module]:
     placements = None if gradient is None else [gradient]
 
     def local(name: str) -> property:

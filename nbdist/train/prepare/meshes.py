@@ -66,7 +66,7 @@ def mesh_of_sequences(state: State) -> Any:
 def mesh_of_experts(state: State) -> Any:
     """Return the mesh of a training with the ranks that divide experts as a dimension. To be called on all ranks.
 
-    It is a mesh of its own, as what is no expert is sharded over all ranks that have a shard.
+    It is a mesh of its own, as all but experts is sharded over all ranks that have a shard.
     """
     plan, device = state.plan, state.device
     if state.mesh_of_experts is None:

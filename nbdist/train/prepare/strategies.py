@@ -38,7 +38,7 @@ from nbdist.train.structure.blocks import (
     refuse_without_blocks,
 )
 from nbdist.train.structure.quantized import is_wrapper
-from nbdist.train.structure.shadow import restore
+from nbdist.train.structure.shadow import restore, shadow
 from nbdist.train.structure.shared_batch import SharedBatch, have_values
 
 
@@ -94,7 +94,7 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
 
         context_parallel.refuse_unfit(model, plan.cp, exchanges_heads=plan.cp_method == "ulysses", tp=plan.tp)
     if plan.ep > 1:
-        from nbdist.train.structure import expert_parallel
+        from nbdist.train.experts import expert_parallel
 
         expert_parallel.refuse_unfit(model, plan.ep, shards_of_experts(plan))
     if not has_weights:
@@ -326,7 +326,7 @@ def _shard_experts(
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    from nbdist.train.structure import expert_parallel
+    from nbdist.train.experts import expert_parallel
 
     mesh = mesh_of_experts(state)
     ep, shards = mesh["ep"].size(), mesh["efsdp"].size()
@@ -341,7 +341,7 @@ def _shard_experts(
     for experts in expert_parallel.experts_of(model).values():
         below = list(experts.modules())
         _make_alike(below, None, materializer, state.device)
-        expert_parallel.divide(experts, mesh["ep"], group)
+        shadow(experts, "forward", expert_parallel.divide(experts, mesh["ep"], group))
         own = {"mesh": over_data(mesh), "mp_policy": dataclasses.replace(policy, cast_forward_inputs=False)}
         fully_shard(experts, shard_placement_fn=placement, **options | own)
         inside.update(below)

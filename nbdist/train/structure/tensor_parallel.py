@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from nbdist.base.text import counted, did_you_mean
 from nbdist.errors import UsageError
-from nbdist.train.structure import divided_experts
-from nbdist.train.structure.divided_experts import PARAMETER_STYLES, DividedExperts
-from nbdist.train.structure.gathered import showing_local
+from nbdist.train.experts import divided_experts
+from nbdist.train.experts.divided_experts import PARAMETER_STYLES, DividedExperts
+from nbdist.train.experts.gathered import showing_local
 
 
 class _Whole(ParallelStyle):

@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from nbdist.base.text import counted
 from nbdist.errors import UsageError
-from nbdist.train.structure.gathered import showing_local
-from nbdist.train.structure.shadow import shadow
+from nbdist.train.experts.gathered import showing_local
 
 # As transformers names them: of a module whose tokens are exchanged, and of a parameter that begins with [expert, ...].
 _EXCHANGED, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
@@ -100,8 +99,8 @@ def shard_dimension(shape: Sequence[int], ep: int, shards: int) -> int | None:
 # --- the experts
 
 
-def divide(experts: nn.Module, mesh: DeviceMesh, group: Callable[[], dist.ProcessGroup]) -> None:
-    """Leave this rank's experts in a module, and have tokens travel to where theirs are.
+def divide(experts: nn.Module, mesh: DeviceMesh, group: Callable[[], dist.ProcessGroup]) -> Exchange:
+    """Leave this rank's experts in a module.
 
     All ranks have the same values before. Gradients become the mean over the ranks of the group, as those of parameters
     that all of them have.
@@ -110,6 +109,9 @@ def divide(experts: nn.Module, mesh: DeviceMesh, group: Callable[[], dist.Proces
         experts: Called with tokens, and for each of them the numbers and the weights of its experts.
         mesh: The ranks, in one dimension.
         group: Returns their group.
+
+    Returns:
+        What is to take the place of its forward.
     """
     names = [name for name, _ in experts.named_parameters()]
     for name in names:
@@ -120,11 +122,11 @@ def divide(experts: nn.Module, mesh: DeviceMesh, group: Callable[[], dist.Proces
     experts.__class__ = showing_local(type(experts), tuple(names))
     if "num_experts" in vars(experts):
         experts.num_experts = count // mesh.size()  # type: ignore[assignment]
-    shadow(experts, "forward", _Forward(group, count))
+    return Exchange(group, count)
 
 
-class _Forward:
-    """What takes the place of the forward of experts.
+class Exchange:
+    """What takes the place of the forward of experts: tokens travel to theirs, and back.
 
     Args:
         group: As of `divide`.

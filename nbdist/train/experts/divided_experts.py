@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nbdist.errors import UsageError
-from nbdist.train.structure.gathered import showing_local
+from nbdist.train.experts.gathered import showing_local
 
 STYLE = "moe_tp_experts"  # as transformers names it
 

@@ -124,24 +124,23 @@ def _refuse_with_cp(plan: Settings) -> None:
 def _refuse_beside(plan: Settings, parallel: str, **reasons: str) -> None:
     """Refuse settings that can't be on beside a way to divide the model, for these reasons."""
     for name, why in reasons.items():
-        if value := getattr(plan, name):
+        if (value := getattr(plan, name)) != (off := default_of(name)):
             raise UsageError(
-                f"{parallel} ({getattr(plan, parallel)}) excludes {name} ({value!r}): {why}. Set {name} to False, or "
+                f"{parallel} ({getattr(plan, parallel)}) excludes {name} ({value!r}): {why}. Set {name} to {off}, or "
                 f"{parallel} to 1"
             )
 
 
 def _refuse_with_ep(plan: Settings) -> None:
-    others: dict[str, tuple[Any, str]] = {
-        "tp": (1, "experts are divided by one of both"),
-        "cp": (1, "ranks with parts of one sequence don't exchange tokens with experts yet"),
-        "compile": (False, "torch.compile can't trace how tokens travel to experts"),
-        "offload": (False, "experts that are divided are not moved to the CPU yet"),
-        "activation_offload": (False, "what experts keep for backward is not moved to the CPU yet"),
-    }
-    for name, (off, why) in others.items():
-        if (value := getattr(plan, name)) != off:
-            raise UsageError(f"ep ({plan.ep}) excludes {name} ({value!r}): {why}. Set {name} to {off}, or ep to 1")
+    _refuse_beside(
+        plan,
+        "ep",
+        tp="experts are divided by one of both",
+        cp="ranks with parts of one sequence don't exchange tokens with experts yet",
+        compile="torch.compile can't trace how tokens travel to experts",
+        offload="experts that are divided are not moved to the CPU yet",
+        activation_offload="what experts keep for backward is not moved to the CPU yet",
+    )
     if plan.precision in ("fp16", "fp8"):
         raise UsageError(f"ep ({plan.ep}) excludes precision {plan.precision!r}: set precision to 'bf16', or ep to 1")
 

@@ -22,7 +22,7 @@ def table(plan: Settings, world_size: int | None, device: object) -> str:
 
 def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
     yield "strategy", plan.strategy, _strategy(plan, world_size)
-    sharers = plan.tp * plan.cp
+    sharers = plan.tp * plan.cp * plan.pp
     if max(sharers, plan.ep) > 1 and world_size is not None and world_size % sharers == 0:
         yield "mesh", _mesh(plan, world_size), _sharers(plan, world_size)
     yield "precision", plan.precision, _precision(plan)
@@ -50,6 +50,8 @@ def _strategy(plan: Settings, world_size: int | None) -> str:
             f"in buckets of {plan.bucket_mb:g} MiB"
         )
     state = "parameters, gradients and optimizer state are split"
+    if plan.pp > 1:
+        return f"{state} over the ranks of each stage; blocks, embedding and head are gathered when needed"
     if plan.strategy == "fsdp":
         return f"{state} over {ranks}; blocks, embedding and head are gathered when needed"
     if plan.replicas is None:
@@ -60,7 +62,7 @@ def _strategy(plan: Settings, world_size: int | None) -> str:
 
 def _mesh(plan: Settings, world_size: int) -> str:
     """Return the dimensions of the mesh of ranks, from outside in."""
-    groups = world_size // (plan.tp * plan.cp)
+    groups = world_size // (plan.tp * plan.cp * plan.pp)
     sizes = {"dp_shard": groups}
     if plan.strategy == "hsdp":
         sizes = {"dp": groups} if plan.replicas is None else {"dp_replicate": plan.replicas}
@@ -68,16 +70,24 @@ def _mesh(plan: Settings, world_size: int) -> str:
     if plan.ep > 1 and "dp_shard" in sizes:
         sizes |= {"efsdp": sizes.pop("dp_shard") // plan.ep, "ep": plan.ep}
     sizes |= {name: size for name, size in (("cp", plan.cp), ("tp", plan.tp)) if size > 1}
+    sizes = ({"pp": plan.pp} if plan.pp > 1 else {}) | sizes
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _sharers(plan: Settings, world_size: int) -> str:
     """Return which ranks share a batch."""
-    size = plan.tp * plan.cp
-    if size == 1:
+    size, stage = plan.tp * plan.cp, world_size // plan.pp
+    if size * plan.pp == 1:
         return "each rank has a batch of its own"
-    firsts = range(0, world_size, size)
-    shown = " | ".join(f"{first}-{first + size - 1}" for first in firsts[:_SHOWN])
+    firsts = range(0, stage, size)
+    shown = " | ".join(
+        f"{first}-{first + size - 1}"
+        if plan.pp == 1
+        else ", ".join(
+            str(rank) for each in range(plan.pp) for rank in range(each * stage + first, each * stage + first + size)
+        )
+        for first in firsts[:_SHOWN]
+    )
     return f"ranks that share a batch: {shown}{' | ...' if len(firsts) > _SHOWN else ''}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from nbdist.base.text import did_you_mean
 from nbdist.errors import UsageError
 from nbdist.planning.kinds import STRATEGIES
-from nbdist.planning.settings import CUDA_GRAPHS, SETTINGS, SHARDED, Settings, default_of
+from nbdist.planning.settings import CUDA_GRAPHS, SETTINGS, SHARDED, Settings, default_of, micro_batches_of
 
 # --- values
 
@@ -91,6 +91,7 @@ def refuse_contradictions(plan: Settings) -> None:
     _refuse_with_cp(plan)
     if plan.ep > 1:
         _refuse_with_ep(plan)
+    _refuse_with_pp(plan)
     if plan.seed_per_rank and plan.seed is None:
         raise UsageError("seed_per_rank adds the rank to the seed, but no seed is set: set seed, for example to 0")
 
@@ -143,6 +144,37 @@ def _refuse_with_ep(plan: Settings) -> None:
     )
     if plan.precision in ("fp16", "fp8"):
         raise UsageError(f"ep ({plan.ep}) excludes precision {plan.precision!r}: set precision to 'bf16', or ep to 1")
+
+
+def _refuse_with_pp(plan: Settings) -> None:
+    if plan.pp == 1:
+        for name in ("pp_schedule", "pp_micro_batches"):
+            if (value := getattr(plan, name)) != default_of(name):
+                raise UsageError(
+                    f"{name} ({value!r}) is for pipelines, and pp is 1: set pp to 2 or more, or {name} to "
+                    f"{default_of(name)!r}"
+                )
+        return
+    if (parts := micro_batches_of(plan)) < plan.pp:
+        raise UsageError(
+            f"pp_micro_batches ({parts}) must be at least pp ({plan.pp}), as else some stages never have work: set "
+            f"pp_micro_batches to {plan.pp} or more, or pp to {parts}"
+        )
+    _refuse_beside(
+        plan,
+        "pp",
+        tp="layers of stages are not divided yet",
+        cp="sequences are not divided between stages yet",
+        ep="experts of stages are not divided yet",
+        compile="stages are not compiled yet",
+        dispatch=_ONE_BATCH,
+        offload="stages are not moved to the CPU yet",
+        ema="each rank would average one stage only",
+    )
+    if plan.precision in ("fp16", "fp8"):
+        raise UsageError(
+            f"pp ({plan.pp}) excludes precision {plan.precision!r}: set precision to 'bf16' or 'fp32', or pp to 1"
+        )
 
 
 def _refuse_compilation(plan: Settings) -> None:
@@ -259,7 +291,7 @@ def refuse_impossible(
             "sync_batchnorm is for GPUs: PyTorch's SyncBatchNorm does not work on the CPU. Leave sync_batchnorm off"
         )
     groups, what = world_size, "the number of ranks"
-    for name in ("tp", "cp", "replicas", "ep"):
+    for name in ("tp", "cp", "pp", "replicas", "ep"):
         parts = getattr(plan, name) or 1
         if groups % parts:
             raise UsageError(

@@ -174,6 +174,18 @@ def _seed(plan: Settings, kind: str) -> str:
     return f"all random generators start from {plan.seed}{' plus the rank' if plan.seed_per_rank else ', on all ranks'}"
 
 
+def micro_batches_of(plan: Settings) -> int:
+    """Return into how many micro-batches a pipeline cuts each batch."""
+    return plan.pp_micro_batches or 2 * plan.pp
+
+
+def _pipeline(plan: Settings, kind: str) -> str:
+    return (
+        f"each model is cut into {plan.pp} stages of layers, on ranks of their own, through which "
+        f"{micro_batches_of(plan)} parts of each batch pass"
+    )
+
+
 def _on_gpus(tell: Tell) -> Teller:
     """Return the description of a setting that does nothing on ranks without a GPU."""
 
@@ -255,6 +267,11 @@ class Settings:
             "ulysses" (each rank computes some of the heads).
         ep: Expert parallel: among how many of the ranks with a shard the experts of a mixture are divided. Each has
             its own batch. 1: off.
+        pp: Pipeline parallel: into how many stages a language model of transformers is cut, each on other ranks. The
+            ranks of a pipeline get the same batch. 1: off.
+        pp_schedule: In which order a stage computes micro-batches: "1f1b" (one forward, one backward), or "gpipe" (all
+            forwards first).
+        pp_micro_batches: Into how many micro-batches each batch is cut, at least `pp`; None: twice `pp`.
         local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
             0: no local SGD.
         seed: Seed of all random generators; None: not touched.
@@ -503,6 +520,38 @@ class Settings:
         metavar="N",
         why="the other strategies need each layer whole",
         tell=lambda plan, kind: f"each rank has 1/{plan.ep} of the experts, and tokens travel to theirs and back",
+    )
+    pp: int = _setting(
+        1,
+        Count(1),
+        _FSDP,
+        "pipeline parallel: stages that a model is cut into, on one batch",
+        metavar="N",
+        owners=("fsdp",),
+        why="the other strategies keep or replicate whole models",
+        tell=_pipeline,
+    )
+    pp_schedule: Literal["1f1b", "gpipe"] = _setting(
+        "1f1b",
+        Choice("1f1b", "gpipe"),
+        _FSDP,
+        "the order of forwards and backwards in a pipeline",
+        owners=("fsdp",),
+        why="the other strategies have no stages",
+        part_of="pp",
+        is_on=lambda pp: pp > 1,
+        tell="each stage computes all forwards of a batch, then all backwards: more memory",
+    )
+    pp_micro_batches: int | None = _setting(
+        None,
+        Count(1, optional=True),
+        _FSDP,
+        "parts of each batch in a pipeline; none: twice pp",
+        metavar="N",
+        owners=("fsdp",),
+        why="the other strategies have no stages",
+        part_of="pp",
+        is_on=lambda pp: pp > 1,
     )
     local_sgd_steps: int = _setting(
         0,

@@ -52,7 +52,7 @@ def environment(plan: Settings, world_size: int, device: object) -> dict[str, st
 def _mesh(plan: Settings, world_size: int) -> dict[str, str]:
     replicas = plan.replicas or 1
     parts = replicas * plan.tp * plan.cp
-    if parts == 1:
+    if parts == 1 or plan.pp > 1:  # Accelerate has no stages
         return {}
     sizes = {"DP_REPLICATE": replicas, "DP_SHARD": world_size // parts, "TP": plan.tp, "CP": plan.cp}
     return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | {

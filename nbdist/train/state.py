@@ -126,6 +126,7 @@ class State:
         mesh: The ranks as FSDP and HSDP see them, made on first use.
         mesh_of_sequences: The same with those that divide sequences as a dimension, if the plan has `cp`.
         mesh_of_experts: The same with those that divide experts as a dimension, if the plan has `ep`.
+        pipeline: What is known of stages, if the plan has `pp` and a model was prepared.
         records: What is known of each optimizer.
         sharded_parts: FSDP's modules in each sharded model.
         replaced: The parameters that now stand for those a model had before it was prepared.
@@ -159,6 +160,7 @@ class State:
     mesh: Any = None
     mesh_of_sequences: Any = None
     mesh_of_experts: Any = None
+    pipeline: Any = None
     records: Any = field(default_factory=weakref.WeakKeyDictionary)
     sharded_parts: Any = field(default_factory=weakref.WeakKeyDictionary)
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
@@ -319,20 +321,32 @@ def rank() -> int:
 
 
 def data_size() -> int:
-    """Return the number of different batches at a time: ranks that divide layers or sequences share theirs."""
-    return max(1, world_size() // _sharers())
+    """Return the number of different batches at a time: ranks that divide layers, sequences or models share theirs."""
+    return len(batch_ranks())
 
 
 def data_rank() -> int:
     """Return which of these batches is this rank's."""
-    return rank() // _sharers()
+    return next(number for number, ranks in enumerate(batch_ranks()) if rank() in ranks)
 
 
-def _sharers() -> int:
+def batch_ranks() -> list[list[int]]:
+    """Return the ranks that share each batch. Stages are apart: their ranks are the outermost dimension of the mesh."""
+    neighbors, stages = _sharers()
+    stage = world_size() // stages
+    return [
+        [rank for start in range(first, world_size(), stage) for rank in range(start, start + neighbors)]
+        for first in range(0, stage, neighbors)
+    ]
+
+
+def _sharers() -> tuple[int, int]:
+    """Return how many neighbors share a batch, and how many stages do."""
     if _current is None:
-        return 1
-    sharers = _current.plan.tp * _current.plan.cp
-    return 1 if world_size() % sharers else sharers  # as after a shrink to ranks that the plan does not fit
+        return 1, 1
+    neighbors, stages = _current.plan.tp * _current.plan.cp, _current.plan.pp
+    fits = world_size() % (neighbors * stages) == 0  # not after a shrink to ranks that the plan does not fit
+    return (neighbors, stages) if fits else (1, 1)
 
 
 def has_group() -> bool:

@@ -52,13 +52,14 @@ ALLOWED = {
     "train.experts": "",
     "train.structure": "plan planning train.experts",
     "train.sharding": "train",
-    "train.loop": "metrics.allocation plan train train.collective train.sharding train.structure",
-    "train.checkpoint": "train train.collective train.loop train.sharding train.structure",
+    "train.pipeline": "train.sharding train.structure",
+    "train.loop": "metrics.allocation plan train train.collective train.pipeline train.sharding train.structure",
+    "train.checkpoint": "train train.collective train.loop train.pipeline train.sharding train.structure",
     "train.compare": "train train.checkpoint train.collective train.loop train.sharding",
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "metrics.events plan planning train train.checkpoint train.collective train.data train.loop "
-    "train.experts train.sharding train.structure",
+    "train.experts train.pipeline train.sharding train.structure",
     "train.estimate": "metrics.compute metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
     "worker.lanes": "wire wire.base wire.messages",

@@ -7,12 +7,13 @@ into one file for each rank. Knows which steps a save and a load are made of. Wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from nbdist.train.checkpoint.saving import (
     wait_for_saves_of_all,
     without_group_warning,
 )
-from nbdist.train.checkpoint.state_snapshot import Restoring, Snapshot, take
+from nbdist.train.checkpoint.state_snapshot import Restoring, Snapshot, joined, take
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.collective.rng import random_digests
 from nbdist.train.loop import averages
@@ -191,7 +192,7 @@ def load_state(
         restoring = Restoring(state, values, {name: size for name, (size, _) in types.items()})
         slots = restoring.slots(types)
     try:
-        with agreement.together(), without_group_warning():
+        with agreement.together(), without_group_warning(), _without_stages_warning():
             dcp.load(in_pieces(slots), storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
         with agreement.together():
             own = manifest["world_size"] == world_size()
@@ -206,6 +207,14 @@ def load_state(
     if notes and rank() == 0:
         warnings.warn(f"{found} was loaded, but {'; '.join(notes)}", stacklevel=2)
     return LoadReport(found, state.steps, manifest["world_size"], tuple(notes))
+
+
+@contextlib.contextmanager
+def _without_stages_warning() -> Iterator[None]:
+    """Keep torch from warning that ranks read different tensors: stages of a pipeline do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected mismatched keys in state dict")
+        yield
 
 
 def latest_state(path: str | os.PathLike[str] = _FOLDER) -> Path | None:
@@ -245,6 +254,8 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
     told = agreement.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
     _refuse_different_models([models for models, _, _ in told])
     _keep_own_buffers(snapshot, told[0][1])
+    if state.pipeline is not None:
+        snapshot.values["optimizers"] = joined(agreement.gather(snapshot.values["optimizers"], state.pipeline.group))
     digests = [digest for _, _, digest in told]
     shared = [name for name in digests[0] if all(digest.get(name) == digests[0][name] for digest in digests)]
     return snapshot, {

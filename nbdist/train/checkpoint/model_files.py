@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,7 @@ from nbdist.train.checkpoint.weight_sources import SafetensorsFiles
 from nbdist.train.checkpoint.weights import ModelTensors, fit, give_storage, set_buffers
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages
+from nbdist.train.pipeline.stages import Stages, stages_of
 from nbdist.train.state import current, default_device, rank
 
 
@@ -75,12 +77,13 @@ def _save(model: nn.Module, target: Path, max_shard_size: int | str, metadata: M
     with agreement.together():
         weights = ModelTensors.of(model)
         _refuse_meta(weights)
-        shards = split({name: tensor.nbytes for name, tensor in weights.tensors.items()}, parse_size(max_shard_size))
+        tensors = _of_all_stages(model, weights.tensors)
+        shards = split({name: tensor.nbytes for name, tensor in tensors.items()}, parse_size(max_shard_size))
         if rank() == 0:
             draft = ModelDraft(target, shards, {**weights.tied, **_texts(metadata)})
     try:
         with agreement.together():
-            _write(draft, shards, weights.tensors)
+            _write(draft, shards, tensors, stages_of(model))
         with agreement.together():
             if draft is not None:
                 _save_config(model, target)
@@ -123,13 +126,24 @@ def _refuse_meta(weights: ModelTensors) -> None:
         raise UsageError(f"the model has no values yet, it is on the meta device: {listed(empty)}")
 
 
-def _write(draft: ModelDraft | None, shards: list[list[str]], tensors: Mapping[str, torch.Tensor]) -> None:
+def _of_all_stages(model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a model, in the same order on all ranks; those of other stages without values."""
+    stages = stages_of(model)
+    if stages is None:
+        return own
+    found = {**stages.elsewhere(own.keys()), **own}
+    return {name: found[name] for name in stages.forms}
+
+
+def _write(
+    draft: ModelDraft | None, shards: list[list[str]], tensors: Mapping[str, torch.Tensor], stages: Stages | None
+) -> None:
     """Bring the tensors to rank 0 one after the other. All ranks stay until the last, as each needs them all."""
     failure: Exception | None = None
     for number, shard in enumerate(shards):
         whole: dict[str, torch.Tensor] = {}
         for name in shard:
-            tensor = _whole(tensors[name])
+            tensor = _whole(tensors[name]) if stages is None else _from_stage(tensors[name], name, stages)
             if draft is not None and failure is None:
                 whole[name] = _alone(tensor)
             del tensor
@@ -149,6 +163,21 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     shard: Any = tensor.detach().to(tensor.device_mesh.device_type)
     full: torch.Tensor = shard.full_tensor()
     return full
+
+
+def _from_stage(tensor: torch.Tensor, name: str, stages: Stages) -> torch.Tensor:
+    """Return a whole tensor on rank 0, wherever its stage is."""
+    stage = stages.forms[name].stage
+    if stages.number == stage:
+        tensor = _whole(tensor)
+    if stage == 0 or stages.rank_of(0) != 0:  # ranks of other pipelines have the same
+        return tensor
+    if stages.number == stage:
+        dist.send(tensor.contiguous(), 0, group=stages.group)
+    elif rank() == 0:
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=default_device())
+        dist.recv(tensor, stages.rank_of(stage), group=stages.group)
+    return tensor
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from nbdist.errors import UsageError
 from nbdist.train.collective.rng import restore_random, take_random
 from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
+from nbdist.train.pipeline.stages import stages_of
 from nbdist.train.sharding.shards import gather_again
 from nbdist.train.state import COUNTERS, State
 from nbdist.train.structure.quantized import is_quantized, is_signed, quantized, refuse_unquantizable, values_of
@@ -78,6 +79,21 @@ def take(state: State) -> Snapshot:
         **{kind: [_state_of(thing) for thing in things] for kind, things in _keepers(state).items()},
     }
     return snapshot
+
+
+def joined(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what is kept of optimizers, of what each stage of a pipeline keeps of them."""
+    found = []
+    for parts in zip(*stages, strict=True):
+        groups = [
+            {**same[0], "params": list(dict.fromkeys(name for group in same for name in group["params"]))}
+            for same in zip(*(part["groups"] for part in parts), strict=True)
+        ]
+        by_name = ("tensors", "quantized", "values")
+        found.append(
+            {"groups": groups, **{kind: {k: v for part in parts for k, v in part[kind].items()} for kind in by_name}}
+        )
+    return found
 
 
 class Restoring:
@@ -167,6 +183,7 @@ class _Model:
     def __init__(self, prefix: str, module: nn.Module) -> None:
         self.prefix = prefix
         self.module = module
+        self._stages = stages_of(module)
         gather_again(module)
         self.parameters: dict[int, str] = {}
         tied: set[str] = set()
@@ -190,8 +207,14 @@ class _Model:
         return [(name, own[key]) for key, name in self.parameters.items() if key in own]
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of its tensors, by their names in the module."""
+        """Return the shapes of its tensors, by their names in the module; of all stages, if it was cut into some."""
+        if self._stages is not None:
+            return {name: form.shape for name, form in self._stages.forms.items()}
         return {name.removeprefix(f"{self.prefix}."): tensor.shape for name, tensor in self._tensors.items()}
+
+    def elsewhere(self) -> set[str]:
+        """Return the names of tensors that only other stages have."""
+        return {f"{self.prefix}.{name}" for name in self.shapes()} - self._tensors.keys()
 
     def buffers(self) -> list[str]:
         """Return the names of whole tensors that are not parameters, whose values may differ between ranks."""
@@ -235,9 +258,15 @@ class _OptimizerSlots:
     """An optimizer that is restored from what a checkpoint holds of it."""
 
     def __init__(
-        self, prefix: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+        self,
+        prefix: str,
+        values: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        elsewhere: Container[str],
     ) -> None:
         self._prefix = prefix
+        self._elsewhere = elsewhere
         self._optimizer = optimizer
         self._values = values
         self._signs: Mapping[str, Mapping[str, bool]] = values.get("quantized", {})
@@ -259,14 +288,18 @@ class _OptimizerSlots:
             )
         for number, (saved, mine) in enumerate(zip(theirs, self._groups, strict=True)):
             differences = [f"{name} is missing in the checkpoint" for name in mine if name not in saved]
-            differences += [f"{name} is only in the checkpoint" for name in saved if name not in mine]
+            differences += [
+                f"{name} is only in the checkpoint"
+                for name in saved
+                if name not in mine and name not in self._elsewhere
+            ]
             if differences:
                 told = f"{self._prefix} trains other parameters in group {number}: {listed(differences)}"
                 raise UsageError(f"{told}. Nothing was loaded")
 
     def slots(self, types: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
         found = {}
-        for name, keys in self._values["tensors"].items():
+        for name, keys in self._own("tensors"):
             parameter = self._parameters[name]
             present = self._optimizer.state.get(parameter, {})
             for key in keys:
@@ -277,9 +310,9 @@ class _OptimizerSlots:
     def restore(self, slots: Mapping[str, torch.Tensor]) -> None:
         numbers = {name: number for number, name in enumerate(self._parameters)}
         state: dict[int, dict[str, Any]] = {}
-        for name, keys in self._values["tensors"].items():
+        for name, keys in self._own("tensors"):
             state[numbers[name]] = {key: slots[f"{self._prefix}.{name}.{key}"] for key in keys}
-        for name, plain in self._values["values"].items():
+        for name, plain in self._own("values"):
             state.setdefault(numbers[name], {}).update(plain)
         # Parameters may stand in another order than they were saved in, so each group is in the order of this one.
         groups = [
@@ -287,10 +320,14 @@ class _OptimizerSlots:
             for group, named in zip(self._values["groups"], self._groups, strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for name, signs in self._signs.items():
+        for name, signs in self._own("quantized"):
             parameter = self._parameters[name]
             known = self._optimizer.state[parameter]
             known |= {key: quantized(self._optimizer, parameter, known[key], signs[key]) for key in signs}
+
+    def _own(self, kind: str) -> list[tuple[str, Any]]:
+        """Return what the checkpoint holds of the parameters that this rank's stage has."""
+        return [(name, kept) for name, kept in self._values.get(kind, {}).items() if name not in self._elsewhere]
 
 
 def _models_of(
@@ -347,7 +384,12 @@ def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Mo
     """
     names = {key: name for model in models for key, name in model.parameters.items()}
     prefixes = tuple(f"{model.prefix}." for model in models)
-    here = [optimizer for optimizer in state.optimizers if any(id(each) in names for each in parameters_of(optimizer))]
+    elsewhere = set().union(*(model.elsewhere() for model in models))
+    here = [
+        optimizer
+        for optimizer in state.optimizers
+        if any(id(each) in names for each in parameters_of(optimizer)) or (elsewhere and not parameters_of(optimizer))
+    ]
     there = [
         (f"optimizers.{number}", kept)
         for number, kept in enumerate(values["optimizers"])
@@ -355,7 +397,7 @@ def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Mo
     ]
     if len(here) != len(there):
         raise UsageError(_other_count("optimizers", len(here), len(there)))
-    return [_OptimizerSlots(*kept, optimizer, names) for optimizer, kept in zip(here, there, strict=True)]
+    return [_OptimizerSlots(*kept, optimizer, names, elsewhere) for optimizer, kept in zip(here, there, strict=True)]
 
 
 def _other_count(kind: str, here: int, there: int) -> str:

@@ -19,6 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.train.checkpoint.state_snapshot import listed, plain_name
 from nbdist.train.checkpoint.weight_sources import Shapes, Source
 from nbdist.train.collective import agreement
+from nbdist.train.pipeline.stages import stages_of
 from nbdist.train.sharding.materialize import initializer
 from nbdist.train.sharding.shards import gather_again
 
@@ -164,6 +165,8 @@ def _strangers(
 ) -> Iterator[str]:
     """Yield names found only there, except what a transformers model can do without and what isn't part of a model."""
     own = {naming.there(name) for name in (*tensors.tensors, *tensors.tied, *dict(model.named_buffers()))}
+    if (stages := stages_of(model)) is not None:
+        own |= {naming.there(name) for name in stages.forms}
     children = {name.split(".")[0] for name in own}
     ignored = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     for known in shapes:

@@ -94,7 +94,7 @@ def _gathered_lists(items: list[T]) -> list[list[T]]:
 
 def _of_batches(parts: Sequence[T]) -> Sequence[T]:
     """Return one part for each batch of what all ranks gave: ranks that share a batch gave the same."""
-    return parts[:: len(parts) // training.data_size()]
+    return [parts[ranks[0]] for ranks in training.batch_ranks()]
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
@@ -218,7 +218,7 @@ def _gathered_of_batches(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped_of_batches(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return _shaped(numbers[:: training.world_size() // training.data_size()], tensor)
+    return _shaped(numbers[[ranks[0] for ranks in training.batch_ranks()]], tensor)
 
 
 def _shaped(numbers: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -224,6 +224,8 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
     if setting.has_group or setting.world_size > 1:
         dist.init_process_group("fake", rank=0, world_size=setting.world_size)
     plan = setting.plan
+    if plan.pp > 1:
+        raise UsageError(f"the memory of {plan.pp} stages can't be estimated yet: set pp to 1")
     if plan.compile:
         notes.append("torch.compile is not modeled: it frees or fuses some activations away")
         if plan.activation_budget is not None:

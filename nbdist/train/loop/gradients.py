@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.loop import precision
+from nbdist.train.pipeline.stages import counted_elsewhere, norm_over_stages
 from nbdist.train.state import State
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -94,10 +95,21 @@ def unscale_gradients(optimizer: Optimizers = None) -> None:
 def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip whole gradients; see `clip_grad_norm_`."""
     parameters = list(parameters)
-    norm = total_norm(_gradients(parameters), norm_type)
+    if training.current().pipeline is None:
+        norm = total_norm(_gradients(parameters), norm_type)
+    else:
+        norm = _norm_of_pipeline(parameters, norm_type)
     for group in _alike(parameters):
         clip_grads_with_norm_(group, max_norm, norm.to(group[0].device))
     return norm
+
+
+def _norm_of_pipeline(parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm over all stages. What two of them have is counted once."""
+    state = training.current()
+    elsewhere = counted_elsewhere(state.models)
+    own = _gradients(parameter for parameter in parameters if id(parameter) not in elsewhere)
+    return norm_over_stages(total_norm(own, norm_type), norm_type, state.pipeline.group, state.device)
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

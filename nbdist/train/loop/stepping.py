@@ -114,13 +114,19 @@ def _refuses_operands(error: RuntimeError) -> bool:
     return dis.opname[instruction] != "RAISE_VARARGS"
 
 
-def take_new_parameters(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Put new parameters into an optimizer's groups, in place, and shard what it already knows of the old ones."""
+def take_new_parameters(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+    """Put new parameters into an optimizer's groups, in place, and shard what it already knows of the old ones.
+
+    Those that stand for None are on other ranks.
+    """
     for group in optimizer.param_groups:
-        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        present = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = [parameter for parameter in present if parameter is not None]
     for old in [parameter for parameter in optimizer.state if isinstance(parameter, torch.Tensor)]:
         if old in replaced:
             new, known = replaced[old], optimizer.state.pop(old)
+            if new is None:
+                continue
             optimizer.state[new] = {name: _laid_out(value, old, new) for name, value in known.items()}
 
 

@@ -18,6 +18,7 @@ from nbdist.plan import Plan
 from nbdist.train.checkpoint.weight_sources import described
 from nbdist.train.collective.agreement import differing, gather, refuse_differing
 from nbdist.train.loop.stepping import describe_groups
+from nbdist.train.pipeline.stages import stages_of
 from nbdist.train.prepare.strategies import strategy_in_effect
 
 _MODEL, _LOADER, _OTHER = "model", "loader", "other"
@@ -65,7 +66,7 @@ def refuse_disagreement(failure: str, plan: Plan | None, objects: Sequence[Any],
 
 def _given(plan: Plan, objects: Sequence[Any], weights: Any) -> _Given:
     shared = strategy_in_effect(plan) != "none" and not plan.dispatch  # else each rank reads data of its own, or none
-    described_objects = [_described(thing, shared) for thing in objects]
+    described_objects = [_described(thing, shared, is_whole=plan.pp == 1) for thing in objects]
     if weights is not None:
         described_objects.append((_OTHER, described(weights)))
     samples = [_samples(thing) for thing in objects if shared and isinstance(thing, DataLoader)]
@@ -83,15 +84,18 @@ def _told(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
-def _described(thing: Any, shared: bool) -> tuple[str, str]:
+def _described(thing: Any, shared: bool, *, is_whole: bool) -> tuple[str, str]:
+    """Return an object in words. `is_whole`: whether optimizers have the parameters of all stages."""
     name = type(thing).__name__
     if isinstance(thing, nn.Module):
+        if (stages := stages_of(thing)) is not None:
+            return _MODEL, f"{name} ({stages.size:,} parameters in {stages.count} stages)"
         size = sum(tensor.numel() for tensor in thing.parameters())
         form = hashlib.md5(repr(_tensors(thing)).encode()).hexdigest()[:6]
         return _MODEL, f"{name} ({size:,} parameters, form {form})"
     if isinstance(thing, DataLoader):
         return _LOADER, _described_loader(thing) if shared else name
-    return _OTHER, describe_groups([thing])[0] if isinstance(thing, Optimizer) else name
+    return _OTHER, describe_groups([thing])[0] if is_whole and isinstance(thing, Optimizer) else name
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:

@@ -25,10 +25,10 @@ def mesh() -> Any:
 
     >>> nbdist.mesh()["tp"].get_local_rank()
 
-    Its dimensions, from outside in: "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "cp" and "tp", if these are
-    more than 1. With `cp`, parameters are sharded over "dp_shard" and "cp" together, which their own meshes have as one
-    dimension, "dp_shard_cp". With `ep`, "dp_shard" is two dimensions: "ep", over which experts are divided, and outside
-    of it "efsdp", over which they are sharded.
+    Its dimensions, from outside in: "pp", "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "cp" and "tp"; of these
+    "pp", "cp" and "tp" only if they are more than 1. With `cp`, parameters are sharded over "dp_shard" and "cp"
+    together, which their own meshes have as one dimension, "dp_shard_cp". With `ep`, "dp_shard" is two dimensions: "ep",
+    over which experts are divided, and outside of it "efsdp", over which they are sharded.
 
     Raises:
         UsageError: There is no process group.
@@ -76,11 +76,11 @@ def mesh_of_experts(state: State) -> Any:
 
 
 def _key(plan: Plan, device: torch.device) -> tuple[Hashable, ...]:
-    return device.type, plan.strategy, plan.replicas, plan.tp, plan.cp
+    return device.type, plan.strategy, plan.replicas, plan.tp, plan.cp, plan.pp
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Any:
-    """Return the ranks by what they share: outermost replicas, then shards, and innermost the parts of layers."""
+    """Return the ranks by what they share, from outside in: stages, replicas, shards, the parts of layers."""
     made = _mesh(_sizes(plan), device)
     _join(made)
     return made
@@ -115,7 +115,7 @@ def shards_of_experts(plan: Plan) -> int:
 
 def _sizes(plan: Plan, *, apart: bool = False) -> dict[str, int]:
     """Return the dimensions of a mesh, from outside in. `apart`: whether "cp" is one, and not in that of shards."""
-    groups = training.world_size() // (plan.tp * plan.cp)
+    groups = training.world_size() // (plan.tp * plan.cp * plan.pp)
     sizes = {"dp_shard" if plan.strategy == "fsdp" else "dp_replicate": groups}
     if plan.strategy == "hsdp":
         replicas = plan.replicas or _nodes(training.world_size())
@@ -128,7 +128,7 @@ def _sizes(plan: Plan, *, apart: bool = False) -> dict[str, int]:
     if plan.cp > 1:
         shards = sizes.pop("dp_shard")
         sizes |= {"dp_shard": shards, "cp": plan.cp} if apart else {"dp_shard_cp": shards * plan.cp}
-    return sizes | ({"tp": plan.tp} if plan.tp > 1 else {})
+    return ({"pp": plan.pp} if plan.pp > 1 else {}) | sizes | ({"tp": plan.tp} if plan.tp > 1 else {})
 
 
 def _mesh(sizes: dict[str, int], device: torch.device) -> Any:

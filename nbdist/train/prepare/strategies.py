@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import UsageError
 from nbdist.plan import Plan, Strategy
+from nbdist.planning.settings import micro_batches_of
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weights import Fitting, give_storage
 from nbdist.train.collective.agreement import gather
@@ -83,8 +84,8 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
 
     Raises:
         UsageError: `shard_by` fits no module, or `methods` no method, there is nothing to checkpoint or to compute in
-            fp8, layers can't be divided by `tp`, or sequences by `cp`, a module on the meta device can't set its
-            values, this torch's hook is broken, torchao does not know the recipe.
+            fp8, layers can't be divided by `tp`, sequences by `cp`, or the model by `pp`, a module on the meta device
+            can't set its values, this torch's hook is broken, torchao does not know the recipe.
     """
     _blocks_of(model, plan)
     if plan.tp > 1:
@@ -97,6 +98,8 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         from nbdist.train.experts import expert_parallel
 
         expert_parallel.refuse_unfit(model, plan.ep, shards_of_experts(plan))
+    if plan.pp > 1:
+        _refuse_unfit_for_stages(model, plan, has_weights)
     if not has_weights:
         refuse_without_initializer(model)
     refuse_unknown_methods(model, plan.methods or ())
@@ -105,6 +108,17 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         float8.config_of(plan)
     if plan.comm_hook == "batched_powersgd":
         _refuse_broken_hook()
+
+
+def _refuse_unfit_for_stages(model: nn.Module, plan: Plan, has_weights: bool) -> None:
+    from nbdist.train.pipeline import cutting
+
+    if has_weights:
+        raise UsageError(
+            f"prepare can't read weights for {plan.pp} stages yet: build the model with its weights on the CPU, and "
+            "leave weights out, or set pp to 1"
+        )
+    cutting.refuse_unfit(model, plan.pp)
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -137,6 +151,8 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     model = _with_other_layers(model, plan, state.device)
     if plan.cp > 1:
         _divide_sequences(model, state)
+    if plan.pp > 1:
+        _cut(model, state)
     blocks = _blocks_of(model, plan)
     keep_less(
         blocks,
@@ -203,9 +219,37 @@ def _divide_sequences(model: nn.Module, state: State) -> None:
         model,
         group,
         exchanges_heads=state.plan.cp_method == "ulysses",
-        sharers=state.plan.cp * state.plan.tp,
+        sharing=training.batch_ranks,
         gather=gather,
     )
+
+
+def _cut(model: nn.Module, state: State) -> None:
+    """Leave this rank's stage of a model, with rank 0's values, and have calls run the pipeline."""
+    from nbdist.train.pipeline import cutting
+    from nbdist.train.pipeline.passing import Pipeline, run_through_stages
+    from nbdist.train.pipeline.stages import Stages
+
+    plan, mesh = state.plan, mesh_of(state)["pp"]
+    stages = state.pipeline = Stages(mesh.get_local_rank(), plan.pp, mesh.get_group())
+
+    def share(part: nn.Module) -> None:
+        part.to(state.device)
+        take_from_rank_0(part.modules())
+
+    for parameter in cutting.cut(model, stages, share):
+        state.replaced[parameter] = None
+    dtype = precision.fsdp_policies(plan)[0].param_dtype
+    pipeline = Pipeline(
+        stages,
+        schedule=plan.pp_schedule,
+        micro_batches=micro_batches_of(plan),
+        dtype=dtype or next(model.parameters()).dtype,
+        device=state.device,
+        batches=SharedBatch("model, by stages,", training.batch_ranks, gather),
+        gather=gather,
+    )
+    run_through_stages(model, pipeline)
 
 
 # --- DDP
@@ -284,6 +328,10 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     divide = _division(model, state)
     if plan.reshard is not None:
         options["reshard_after_forward"] = plan.reshard
+    if plan.pp > 1:  # between micro-batches parameters stay gathered, and hidden states in their type
+        options["reshard_after_forward"] = False
+        if not state.pipeline.is_last:
+            root_policy = dataclasses.replace(root_policy, output_dtype=None)
     if plan.offload and device.type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
     materializer = Materializer(device) if weights is None else None
@@ -291,13 +339,13 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
     inside = _shard_experts(model, state, materializer, block_policy, options) if plan.ep > 1 else set()
     for group in _groups(model, embeddings, blocks, head, block_policy):
         below = [module for each in group.modules for module in each.modules() if module not in inside]
-        _make_alike(below, None, materializer, device)
+        _make_alike(below, None, materializer, device, shares=plan.pp == 1)
         divide(below, group.modules)
         kept = {"reshard_after_forward": False} if group.is_kept else {}
         fully_shard(list(group.modules), mp_policy=group.policy, **kept | options)
         inside.update(below)
     rest = [module for module in model.modules() if module not in inside]
-    _make_alike(rest, None if inside else model, materializer, device)
+    _make_alike(rest, None if inside else model, materializer, device, shares=plan.pp == 1)
     divide(rest, [model])
     fully_shard(model, mp_policy=root_policy, **options)
     for embedding in embeddings:
@@ -308,7 +356,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         weights.fill(model)
     _prefetch([*embeddings, *blocks, *head[:1]], plan.prefetch)
     if plan.tp > 1 and plan.cp == 1 and have_values():
-        SharedBatch("layers", plan.tp, gather).watch(model)
+        SharedBatch("layers", training.batch_ranks, gather).watch(model)
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
     let_in(model, plan.methods or ())
@@ -399,6 +447,7 @@ def _groups(
 def _ends(model: nn.Module, blocks: Sequence[nn.Module]) -> Ends:
     """Return the embeddings and the head that can be groups: those that share no parameter with the rest."""
     ends = find_ends(model, blocks)
+    ends = Ends([each for each in ends.embeddings if next(each.parameters(), None) is not None], ends.head)
     is_apart = _completes_groups() and len(_separable(model, ends.head)) == len(ends.head)
     return Ends(_separable(model, ends.embeddings), ends.head if is_apart else [])
 
@@ -422,11 +471,16 @@ def _norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _make_alike(
-    modules: Iterable[nn.Module], whole: nn.Module | None, materializer: Materializer | None, device: torch.device
+    modules: Iterable[nn.Module],
+    whole: nn.Module | None,
+    materializer: Materializer | None,
+    device: torch.device,
+    *,
+    shares: bool,
 ) -> None:
     """Bring modules that are about to be sharded to the device, with the values of rank 0 on all ranks.
 
-    Without a materializer tensors on the meta device stay there.
+    Without a materializer tensors on the meta device stay there. `shares`: whether they are on all ranks.
     """
     modules = list(modules)
     if materializer is not None:
@@ -435,7 +489,8 @@ def _make_alike(
         whole.to(device)
     else:
         move_own(modules, device)
-    take_from_rank_0(modules)
+    if shares:
+        take_from_rank_0(modules)
 
 
 def move_own(modules: Iterable[nn.Module], device: torch.device) -> None:

@@ -118,7 +118,7 @@ def divide_sequences(
     group: Callable[[], dist.ProcessGroup],
     *,
     exchanges_heads: bool,
-    sharers: int,
+    sharing: Callable[[], Sequence[Sequence[int]]],
     gather: Callable[[str], Sequence[str]],
 ) -> None:
     """Have a model take this rank's tokens of each batch that it is called with.
@@ -127,7 +127,7 @@ def divide_sequences(
         model: As its author wrote it, not refused.
         group: Returns the ranks among which sequences are divided.
         exchanges_heads: Whether each rank computes attention of some heads; else it gathers keys and values.
-        sharers: How many ranks with neighboring numbers get the same batch.
+        sharing: Returns the ranks that get each batch.
         gather: Returns what each of all ranks says.
     """
     from nbdist.train.structure import divided_attention
@@ -135,7 +135,7 @@ def divide_sequences(
     divided_attention.register()
     model.set_attn_implementation(divided_attention.NAME)  # type: ignore[operator]
     names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-    shadow(model, "forward", _Forward(names, group, exchanges_heads, sharers, gather))
+    shadow(model, "forward", _Forward(names, group, exchanges_heads, sharing, gather))
 
 
 class _Forward:
@@ -151,13 +151,13 @@ class _Forward:
         names: Sequence[str],
         group: Callable[[], dist.ProcessGroup],
         exchanges_heads: bool,
-        sharers: int,
+        sharing: Callable[[], Sequence[Sequence[int]]],
         gather: Callable[[str], Sequence[str]],
     ) -> None:
         self._names = names
         self._group = group
         self._exchanges_heads = exchanges_heads
-        self._batches = SharedBatch("sequences", sharers, gather)
+        self._batches = SharedBatch("sequences", sharing, gather)
         self._warned = False
 
     def __call__(self, original: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

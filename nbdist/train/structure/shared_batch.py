@@ -26,13 +26,15 @@ class SharedBatch:
 
     Args:
         divided: What ranks divide, in words.
-        sharers: How many ranks with neighboring numbers get the same batch.
+        sharing: Returns the ranks that get each batch.
         gather: Returns what each of all ranks says.
     """
 
-    def __init__(self, divided: str, sharers: int, gather: Callable[[str], Sequence[str]]) -> None:
+    def __init__(
+        self, divided: str, sharing: Callable[[], Sequence[Sequence[int]]], gather: Callable[[str], Sequence[str]]
+    ) -> None:
         self._divided = divided
-        self._sharers = sharers
+        self._sharing = sharing
         self._gather = gather
         self._is_compared = False
 
@@ -45,14 +47,13 @@ class SharedBatch:
         if self._is_compared:
             return
         told = self._gather(_described(batch))
-        for first in range(0, len(told), self._sharers):
-            sharing = told[first : first + self._sharers]
-            other = next((place for place, theirs in enumerate(sharing) if theirs != sharing[0]), None)
+        for first, *others in self._sharing():
+            other = next((rank for rank in others if told[rank] != told[first]), None)
             if other is not None:
                 raise UsageError(
-                    f"ranks {first} and {first + other} divide the {self._divided} of one batch, but got different "
-                    f"ones ({sharing[0]} and {sharing[other]}): use a loader that nbdist.prepare has made, or give "
-                    "both the same batch"
+                    f"ranks {first} and {other} divide the {self._divided} of one batch, but got different ones "
+                    f"({told[first]} and {told[other]}): use a loader that nbdist.prepare has made, or give both the "
+                    "same batch"
                 )
         self._is_compared = True
 

@@ -1,0 +1,1 @@
+"""Models cut into stages: which they are, how a model is cut, and how batches pass through them."""

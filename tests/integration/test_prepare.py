@@ -122,6 +122,12 @@ def test_a_cell_that_prepares_can_be_run_again(ranks: Kernel) -> None:
     assert value(ranks, code) == "(1, 1)"
 
 
+def test_ranks_prepare_together_though_one_of_them_has_freed_what_was_prepared_before(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nkept = nbdist.prepare(nn.Linear(4, 4), plan=Plan('fsdp'))")
+    ranks.ok("%%distributed -r 1\nimport gc\ndel kept\ngc.collect()")
+    ranks.ok("%%distributed\nmodel = nbdist.prepare(nn.Linear(4, 4), plan=Plan('fsdp'))\nmodel(torch.ones(1, 4))")
+
+
 def test_a_model_given_again_bare_is_given_back_prepared(ranks: Kernel) -> None:
     code = """
 net = Net(); optimizer = torch.optim.SGD(net.parameters(), 0.1); plan = Plan(precision="bf16")

@@ -20,6 +20,7 @@ from nbdist.planning.settings import SHARDED
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weight_sources import open_source
 from nbdist.train.checkpoint.weights import Fitting, fit, set_buffers
+from nbdist.train.collective.agreement import gather
 from nbdist.train.collective.process_group import ensure_group
 from nbdist.train.loop.local_sgd import train_alone
 from nbdist.train.loop.loop import give_up_window, unwrap
@@ -90,8 +91,11 @@ def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any
 
 
 def _state_for(plan: Plan) -> State:
-    """Return the current state, or a new one if it has another plan or is untouched."""
-    if training.is_begun() and training.current().plan == plan:
+    """Return the current state, or a new one if it has another plan or is untouched, on all ranks alike.
+
+    Ranks may free what was prepared at different times.
+    """
+    if all(gather(training.is_begun() and training.current().plan == plan)):
         training.current().tidy()
         return training.current()
     device = training.default_device()

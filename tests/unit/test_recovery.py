@@ -150,6 +150,12 @@ def test_models_are_reset_on_all_ranks_when_one_was_caught_in_a_step() -> None:
     assert told.reset and not told.renew and told.generation == 1
 
 
+def test_ranks_that_stopped_after_the_same_step_are_in_step_however_many_messages_each_has_exchanged() -> None:
+    assert compare({0: state(3, stopped=12), 1: state(7, stopped=12)}).renew == []
+    assert compare({0: state(3, stopped=12), 1: state(7, stopped=13)}).renew == ["0"]
+    assert compare({0: state(3, stopped=12), 1: state(7, stopped=12, cut=True)}).renew == ["0"]
+
+
 def test_ranks_that_stopped_after_the_same_step_say_so() -> None:
     found, _ = recovery(state(steps=12, stopped=12), state(steps=12, stopped=12))
     assert found.step == 12 and found.text == ""

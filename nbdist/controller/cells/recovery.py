@@ -103,9 +103,16 @@ def _judge(
     if len(present) < len(members):
         found.stale.append(name)
         return
-    even = len({tuple(group.entered) for group in present}) == 1
+    # Stages of a pipeline exchange different numbers of messages in a step, but after the same one all have arrived.
+    even = _stopped_together(members, states) or len({tuple(group.entered) for group in present}) == 1
     if any(group.cut for group in present) or not even or not _known(members, states, cell):
         found.renew.append(name)
+
+
+def _stopped_together(members: RankSpans, states: Mapping[int, RankState]) -> bool:
+    """Return whether all these ranks were stopped after the same step."""
+    stopped = {states[rank].stopped for rank in members}
+    return len(stopped) == 1 and None not in stopped
 
 
 def _untouched(name: str, members: RankSpans, states: Mapping[int, RankState], cell: FailedCell) -> bool:

@@ -322,12 +322,14 @@ def rank() -> int:
 
 def data_size() -> int:
     """Return the number of different batches at a time: ranks that divide layers, sequences or models share theirs."""
-    return len(batch_ranks())
+    neighbors, stages = _sharers()
+    return max(1, world_size() // (neighbors * stages))
 
 
 def data_rank() -> int:
     """Return which of these batches is this rank's."""
-    return next(number for number, ranks in enumerate(batch_ranks()) if rank() in ranks)
+    neighbors, stages = _sharers()
+    return rank() % (world_size() // stages) // neighbors
 
 
 def batch_ranks() -> list[list[int]]:

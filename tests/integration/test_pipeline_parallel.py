@@ -34,6 +34,18 @@ def four() -> Iterator[Kernel]:
         yield kernel
 
 
+MODEL = """%%distributed
+import torch, nbdist
+from nbdist import Plan
+from tests.support import train_pipeline as piped
+model = piped.make("llama tied")
+model, optimizer = nbdist.prepare(model, torch.optim.AdamW(model.parameters()), plan=Plan("fsdp", pp=4))
+batch = next(iter(piped.batches(piped.SEQUENCES)))
+"""
+IS_RIGHT = "%%distributed\nprint(piped.distance_of_gradients('llama tied', model) < 1e-12)"
+RIGHT_ON_ALL = {rank: ["True"] for rank in range(4)}
+
+
 def on_ranks(kernel: Kernel, function: str, arguments: str) -> list[Any]:
     return list(kernel.value(f"call(piped.{function}, {arguments})"))
 
@@ -58,9 +70,10 @@ def test_so_do_tied_ends_a_fused_optimizer_and_other_models(two: Kernel, argumen
     assert trains_alike(two, arguments.format(PP))
 
 
+@pytest.mark.parametrize("plan", [PP, "Plan('fsdp', pp=4)"], ids=["sharded", "four stages"])
 @pytest.mark.parametrize("kind", ["llama", "llama tied"])
-def test_stages_that_are_sharded_train_as_one_process_does(four: Kernel, kind: str) -> None:
-    assert trains_alike(four, f"{kind!r}, {PP}")
+def test_four_ranks_train_as_one_process_does(four: Kernel, kind: str, plan: str) -> None:
+    assert trains_alike(four, f"{kind!r}, {plan}")
 
 
 def test_a_window_of_batches_has_the_mean_of_their_gradients(two: Kernel) -> None:
@@ -101,3 +114,35 @@ def test_rows_that_can_not_be_divided_are_refused_in_the_first_batch(two: Kernel
 def test_ranks_of_a_pipeline_that_got_different_batches_are_refused(two: Kernel) -> None:
     outcome = two.run(f"call(piped.called_with_batches_of_ranks, {PP})")
     assert "ranks 0 and 1 divide the model, by stages, of one batch, but got different ones" in outcome.evalue
+
+
+def test_an_interrupt_stops_all_stages_after_the_same_step(four: Kernel) -> None:
+    four.ok(MODEL)
+    cell = four.start("%%distributed\nwhile True:\n    piped.step(model, optimizer, batch)\n    print('go')")
+    cell.wait_until(lambda seen: all("go" in seen.lines.get(rank, []) for rank in range(4)), "'go' from all ranks")
+    four.interrupt()
+    assert "all ranks stopped after step" in cell.finish().evalue
+    assert four.ok(IS_RIGHT).lines == RIGHT_ON_ALL
+
+
+def test_what_a_stage_raises_is_shown_and_the_others_are_freed(four: Kernel) -> None:
+    four.ok(MODEL)
+    failing = """%%distributed
+def fail(module, args):
+    raise ValueError("in a layer")
+if rank == 3:
+    hook = model.base_model.layers[-1].register_forward_pre_hook(fail)
+piped.step(model, optimizer, batch)"""
+    assert four.run(failing).evalue.startswith("rank 3 raised ValueError: in a layer")
+    four.ok("%%distributed\nif rank == 3: hook.remove()")
+    assert four.ok(IS_RIGHT).lines == RIGHT_ON_ALL
+
+
+def test_stages_that_were_freed_from_waiting_train_on(four: Kernel) -> None:
+    four.ok(MODEL)
+    four.ok("%%distributed\npiped.step(model, optimizer, batch)")
+    cell = four.start("%%distributed\nimport time\nprint('go')\ntime.sleep(600) if rank == 0 else model(**batch)")
+    cell.wait_until(lambda seen: all("go" in seen.lines.get(rank, []) for rank in range(4)), "'go' from all ranks")
+    four.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    assert four.ok(IS_RIGHT).lines == RIGHT_ON_ALL

@@ -13,11 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import nbdist
 from nbdist.plan import Plan
-from nbdist.train.pipeline.stages import stages_of
 
 Kind = Literal["llama", "llama tied", "qwen3"]
 
-SEQUENCES, LENGTH, WORDS, LAYERS = 16, 8, 64, 3
+SEQUENCES, LENGTH, WORDS, LAYERS = 16, 8, 64, 5
 CLIP = 0.05  # below all norms that occur
 
 
@@ -119,13 +118,6 @@ def distance_of_evaluation(kind: Kind, plan: Plan) -> tuple[float, float]:
     return abs(float(found.loss - wanted.loss)), float((found.logits - wanted.logits).abs().max())
 
 
-def layers_of_ranks(plan: Plan) -> list[str]:
-    model = nbdist.prepare(make(), plan=plan)
-    stages = stages_of(model)
-    assert stages is not None
-    return sorted({".".join(name.split(".")[:3]) for name, _ in model.named_parameters()})
-
-
 def distance_after_loading(saved: Plan, loaded: Plan, folder: str, kind: Kind = "llama tied") -> float:
     """How far a model of another seed is from one that was saved in other stages, after a step of both."""
     batch = next(iter(batches(SEQUENCES, uneven=False)))
@@ -147,6 +139,19 @@ def step(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> No
     nbdist.backward(model(**batch).loss)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def distance_of_gradients(kind: Kind, model: Any) -> float:
+    """How far the gradients of one batch are from those of one process whose model has the same values."""
+    alone: Any = make(kind)
+    alone.load_state_dict(values(model), strict=False)  # tied names are left out
+    batch = next(iter(batches(SEQUENCES)))
+    model.zero_grad()
+    nbdist.backward(model(**batch).loss)
+    alone(**batch).loss.backward()
+    wanted = {name: each.grad for name, each in alone.named_parameters()}
+    found = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+    return distance(found, {name: wanted[name] for name in found})
 
 
 def distance_of_saved_model(kind: Kind, plan: Plan, folder: str) -> float:

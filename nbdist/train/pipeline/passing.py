@@ -92,6 +92,13 @@ class Pipeline:
         self._schedules: dict[object, Any] = {}
         self._items: Any = None  # tokens that have a label, in the batch at hand
 
+    def forget_batches(self) -> None:
+        """Begin as if there had been no batch. To be called on all ranks, once their groups were renewed.
+
+        In its first batch a schedule agrees with other stages on how they exchange, which some may have done already.
+        """
+        self._schedules.clear()
+
     # --- one batch
 
     def run(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -153,6 +160,8 @@ class Pipeline:
         try:
             run = schedule.step if trains else schedule.eval
             logits = run(*([words] if stages.is_first else []), **arguments)
+        except RuntimeError as error:
+            raise _of_the_model(error) from None
         finally:
             self.is_inside = False
         if labels is None:
@@ -275,6 +284,15 @@ class Pipeline:
         if told:
             raise UsageError(told)
         self._is_checked = True
+
+
+def _of_the_model(error: RuntimeError) -> BaseException:
+    """Return what a model raised in its stage, which torch's schedules raise another error from."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
+    return error.__cause__ if module.startswith("torch.distributed.pipelining") and error.__cause__ else error
 
 
 def _no_loss(logits: torch.Tensor, labels: object) -> torch.Tensor:

@@ -27,8 +27,8 @@ def mesh() -> Any:
 
     Its dimensions, from outside in: "pp", "dp_replicate" (ddp, hsdp), "dp_shard" (fsdp, hsdp), "cp" and "tp"; of these
     "pp", "cp" and "tp" only if they are more than 1. With `cp`, parameters are sharded over "dp_shard" and "cp"
-    together, which their own meshes have as one dimension, "dp_shard_cp". With `ep`, "dp_shard" is two dimensions: "ep",
-    over which experts are divided, and outside of it "efsdp", over which they are sharded.
+    together, which their own meshes have as one dimension, "dp_shard_cp". With `ep`, "dp_shard" is two dimensions:
+    "ep", over which experts are divided, and outside of it "efsdp", over which they are sharded.
 
     Raises:
         UsageError: There is no process group.

@@ -141,9 +141,10 @@ def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = l
     optimizer = loaded("torch.optim", "Optimizer")
     scaler = loaded("torch.amp", "GradScaler")
     norm = loaded("torch.nn.modules.batchnorm", "_NormBase")
+    pipeline = loaded("nbdist.train.pipeline.passing", "Pipeline")
     hopeless = [loaded(module, name) for module, name in _HOPELESS]
 
-    found = living(ddp, sharded, optimizer, scaler, norm, *hopeless)
+    found = living(ddp, sharded, optimizer, scaler, norm, pipeline, *hopeless)
     notes: list[str] = []
     replicated = [model for model in _of(found, ddp) if _is_built(model)]
     blocks = [block for block in _of(found, sharded) if _fsdp_state(block) is not None]
@@ -152,6 +153,8 @@ def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = l
     models = _reset_each(replicated, reset_ddp, notes) + _reset_each(_fsdp_roots(blocks), _reset_fsdp, notes)
     gradients |= _drop_gradients(_parameters(blocks, ()))  # after: now they have their sharded parameters again
     _reset_each(_of(found, scaler), _reset_scaler, notes)
+    for each in _of(found, pipeline):
+        each.forget_batches()
     if active_training.training is not None:
         active_training.training.abandon_window()  # the micro-batches gathered before are lost, with their gradients
     for kind, advice in zip(hopeless, _HOPELESS.values(), strict=True):

@@ -70,6 +70,16 @@ def test_the_norm_is_that_of_all_gradients(four: Kernel) -> None:
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
+def test_ranks_that_wait_for_tokens_of_one_that_fails_are_freed_and_train_on(four: Kernel) -> None:
+    four.ok(
+        "%%distributed\nfrom nbdist import Plan\nfrom tests.support import train_experts as experts\n"
+        f"model, optimizer = experts.training({EP})"
+    )
+    failing = "%%distributed\nexperts.fail_on_the_last_rank_where_others_exchange_tokens(model, optimizer)"
+    assert "no token" in four.fails(failing, "RankError").traceback
+    four.ok("%%distributed\nassert experts.distance_after_a_step(model, optimizer) < 1e-12")
+
+
 def test_ranks_generate_text_of_their_own(four: Kernel) -> None:
     assert on_ranks(four, "distance_of_generated", EP) == [0] * 4
 

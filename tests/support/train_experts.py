@@ -105,6 +105,29 @@ def norm_and_that_of_one_process(plan: Plan) -> tuple[float, float]:
     return norm.item(), nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
 
 
+def training(plan: Plan) -> tuple[nn.Module, Any]:
+    model = make("qwen3")
+    return nbdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+
+
+def fail_on_the_last_rank_where_others_exchange_tokens(model: Any, optimizer: Any) -> None:
+    def fail(*called: object) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise LookupError("no token")
+
+    with model.model.layers[1].mlp.experts.register_forward_pre_hook(fail):
+        step(model, optimizer, text())
+
+
+def distance_after_a_step(model: nn.Module, optimizer: Any) -> float:
+    """How far a training that begins now is from one process's."""
+    alone = make("qwen3")
+    step(model, optimizer, text())
+    alone(input_ids=text(), labels=text()).loss.backward()
+    torch.optim.SGD(alone.parameters(), 0.1).step()
+    return distance(values(model), values(alone))
+
+
 def distance_of_generated(plan: Plan) -> int:
     """In how many words a text that goes on is another than that of one process. Ranks have prompts of their own."""
     prompt = text()[dist.get_rank() :][:1, :4]

@@ -183,8 +183,8 @@ def _pipeline(plan: Settings, kind: str) -> str:
     parts = micro_batches_of(plan)
     waiting = (plan.pp - 1) / (parts + plan.pp - 1)  # the bubble of GPipe and 1F1B, if stages take equally long
     return (
-        f"each model is cut into {plan.pp} stages of layers, on ranks of their own, through which {parts} parts of each "
-        f"batch pass; a stage waits at least {waiting:.0%} of the time"
+        f"each model is cut into {plan.pp} stages of layers, on ranks of their own, through which {parts} parts of "
+        f"each batch pass; a stage waits at least {waiting:.0%} of the time"
     )
 
 

@@ -86,7 +86,7 @@ def refuse_unfit(model: nn.Module, stages: int) -> None:
     """
     if why := _why_not(model):
         raise UsageError(f"pp ({stages}) can't cut {type(model).__name__} into stages: {why}. Set pp to 1")
-    layers = len(_base(model).layers)
+    layers = len(_body(model).layers)
     if layers < stages:
         raise UsageError(
             f"pp ({stages}) is more than the {counted(layers, 'layer')} of {type(model).__name__}: set pp to {layers} "
@@ -99,7 +99,7 @@ def _why_not(model: nn.Module) -> str:
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return "only models of transformers say which parts they consist of"
-    base, plan = _base(model), getattr(model.config, "base_model_pp_plan", None)
+    base, plan = _body(model), getattr(model.config, "base_model_pp_plan", None)
     if base is model or set(plan or ()) != _PARTS or any(not hasattr(base, name) for name in _PARTS):
         return "it does not consist of an embedding, layers, a norm and a head (base_model_pp_plan of its config)"
     if not isinstance(getattr(model, "lm_head", None), nn.Linear) or not _computes_usual_loss(model):
@@ -119,7 +119,7 @@ def _why_not(model: nn.Module) -> str:
     return "" if _passes_hidden_states_on(model) else "it computes something between its layers"
 
 
-def _base(model: Any) -> Any:
+def _body(model: Any) -> Any:
     return model.base_model
 
 
@@ -139,14 +139,14 @@ def _passes_hidden_states_on(model: Any) -> bool:
     hidden = torch.linspace(-1, 1, 2 * model.config.hidden_size, dtype=weight.dtype, device=weight.device)
     hidden = hidden.reshape(1, 2, -1)
     with _without_layers(model), contextlib.suppress(Exception):  # of a model that asks its layers for more
-        passed = _base(model)(inputs_embeds=hidden, use_cache=False, return_dict=True).last_hidden_state
+        passed = _body(model)(inputs_embeds=hidden, use_cache=False, return_dict=True).last_hidden_state
         return bool(torch.equal(passed, hidden))
     return False
 
 
 @contextlib.contextmanager
 def _without_layers(model: Any) -> Iterator[None]:
-    base = _base(model)
+    base = _body(model)
     layers, norm = base.layers, base.norm
     base.layers, base.norm = nn.ModuleList(Elsewhere(layer) for layer in layers), Elsewhere()
     try:
@@ -169,7 +169,7 @@ def cut(model: Any, stages: Stages, share: Callable[[nn.Module], None]) -> list[
     Returns:
         The parameters that are on other ranks only.
     """
-    base = _base(model)
+    base = _body(model)
     layers = layers_of_stages(len(base.layers), stages.count)
     before = dict(model.named_parameters())
     is_tied = model.lm_head.weight is base.embed_tokens.weight

@@ -388,7 +388,7 @@ def _shard_experts(
     inside: set[nn.Module] = set()
     for experts in expert_parallel.experts_of(model).values():
         below = list(experts.modules())
-        _make_alike(below, None, materializer, state.device)
+        _make_alike(below, None, materializer, state.device, shares=True)
         shadow(experts, "forward", expert_parallel.divide(experts, mesh["ep"], group))
         own = {"mesh": over_data(mesh), "mp_policy": dataclasses.replace(policy, cast_forward_inputs=False)}
         fully_shard(experts, shard_placement_fn=placement, **options | own)

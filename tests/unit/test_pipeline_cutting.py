@@ -32,9 +32,9 @@ def test_each_layer_has_one_stage_and_each_stage_a_layer(layers: int) -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"pp \(4\) is more than the 3 layers of LlamaForCausalLM: set pp to 3 or less"
+        UsageError, match=r"pp \(6\) is more than the 5 layers of LlamaForCausalLM: set pp to 5 or less"
     ):
-        refuse_unfit(train_pipeline.make(), 4)
+        refuse_unfit(train_pipeline.make(), 6)
 
 
 def test_models_of_ones_own_are_refused() -> None:

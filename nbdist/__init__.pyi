@@ -69,6 +69,7 @@ from .train.compare.resume import resume as resume
 from .train.data.loaders import prepare_loader as prepare_loader
 from .train.data.loaders import skip_first_batches as skip_first_batches
 from .train.estimate.estimate import estimate as estimate
+from .train.experts.load import expert_load as expert_load
 from .train.loop.averages import averaged as averaged
 from .train.loop.batch_size import find_executable_batch_size as find_executable_batch_size
 from .train.loop.batch_size import free_memory as free_memory

@@ -137,3 +137,31 @@ def test_a_step_counts_a_batch_that_ranks_divide_once(two: Kernel) -> None:
     cell = "from nbdist import Plan\nfrom tests.support import train_context_parallel as divided\n"
     outcome = two.ok(f"%%distributed\n{cell}kept = divided.trained_for_a_while({CP})")
     assert "ranks 0-1 share their batches" in " ".join(str(outcome).split())
+
+
+@pytest.mark.parametrize("plan", [CP, HEADS], ids=["gather", "ulysses"])
+def test_an_interrupt_stops_ranks_that_divide_sequences_after_the_same_step(two: Kernel, plan: str) -> None:
+    _train_in_the_notebook(two, plan)
+    cell = two.start("%%distributed\nwhile True:\n    divided.step(model, optimizer, batch)\n    print('go')")
+    cell.wait_for_ranks(2, "go")
+    two.interrupt()
+    assert "all ranks stopped after step" in cell.finish().evalue
+    two.ok("%%distributed\nassert divided.distance_of_gradients(model) < 1e-12")
+
+
+@pytest.mark.parametrize("plan", [CP, HEADS], ids=["gather", "ulysses"])
+def test_ranks_that_wait_for_keys_and_values_are_freed_and_train_on(two: Kernel, plan: str) -> None:
+    _train_in_the_notebook(two, plan)
+    cell = two.start("%%distributed\nimport time\nprint('go')\ntime.sleep(600) if rank == 0 else model(**batch)")
+    cell.wait_for_ranks(2, "go")
+    two.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    two.ok("%%distributed\nassert divided.distance_of_gradients(model) < 1e-12")
+
+
+def _train_in_the_notebook(kernel: Kernel, plan: str) -> None:
+    kernel.ok(
+        "%%distributed\nfrom nbdist import Plan\nfrom tests.support import train_context_parallel as divided\n"
+        f"model, optimizer = divided.training({plan})\nbatch = divided.whole(divided.text())\n"
+        "divided.step(model, optimizer, batch)"
+    )

@@ -80,6 +80,37 @@ def test_ranks_that_wait_for_tokens_of_one_that_fails_are_freed_and_train_on(fou
     four.ok("%%distributed\nassert experts.distance_after_a_step(model, optimizer) < 1e-12")
 
 
+@pytest.mark.parametrize("more", ["", ", activation_checkpointing='full'"])
+def test_the_load_is_the_tokens_of_each_expert_from_all_ranks(four: Kernel, more: str) -> None:
+    plan = EP_OF_ALL.replace(")", f"{more})")
+    for found, wanted in on_ranks(four, "loads_and_those_of_one_process", plan):
+        assert found == wanted
+
+
+def test_the_load_of_experts_that_are_whole_is_refused(four: Kernel) -> None:
+    outcome = four.run("call(experts.loads_and_those_of_one_process, Plan('fsdp'))")
+    assert (
+        "the experts of FSDPQwen3MoeForCausalLM are not divided: prepare it with a plan whose ep is" in outcome.evalue
+    )
+
+
+def test_parameters_of_different_numbers_of_experts_are_refused_with_the_numbers(four: Kernel) -> None:
+    outcome = four.run(f"call(experts.prepare_uneven_experts, {EP})")
+    assert "the same number of experts, but experts.up of 4, experts.down of 2" in outcome.evalue
+
+
+def test_an_interrupt_stops_ranks_that_exchange_tokens_after_the_same_step(four: Kernel) -> None:
+    four.ok(
+        "%%distributed\nfrom nbdist import Plan\nfrom tests.support import train_experts as experts\n"
+        f"model, optimizer = experts.training({EP})"
+    )
+    cell = four.start("%%distributed\nwhile True:\n    experts.step(model, optimizer, experts.text())\n    print('go')")
+    cell.wait_for_ranks(4, "go")
+    four.interrupt()
+    assert "all ranks stopped after step" in cell.finish().evalue
+    four.ok("%%distributed\nassert experts.distance_of_gradients(model) < 1e-12")
+
+
 def test_ranks_generate_text_of_their_own(four: Kernel) -> None:
     assert on_ranks(four, "distance_of_generated", EP) == [0] * 4
 

@@ -119,7 +119,7 @@ def test_ranks_of_a_pipeline_that_got_different_batches_are_refused(two: Kernel)
 def test_an_interrupt_stops_all_stages_after_the_same_step(four: Kernel) -> None:
     four.ok(MODEL)
     cell = four.start("%%distributed\nwhile True:\n    piped.step(model, optimizer, batch)\n    print('go')")
-    cell.wait_until(lambda seen: all("go" in seen.lines.get(rank, []) for rank in range(4)), "'go' from all ranks")
+    cell.wait_for_ranks(4, "go")
     four.interrupt()
     assert "all ranks stopped after step" in cell.finish().evalue
     assert four.ok(IS_RIGHT).lines == RIGHT_ON_ALL
@@ -142,7 +142,7 @@ def test_stages_that_were_freed_from_waiting_train_on(four: Kernel) -> None:
     four.ok(MODEL)
     four.ok("%%distributed\npiped.step(model, optimizer, batch)")
     cell = four.start("%%distributed\nimport time\nprint('go')\ntime.sleep(600) if rank == 0 else model(**batch)")
-    cell.wait_until(lambda seen: all("go" in seen.lines.get(rank, []) for rank in range(4)), "'go' from all ranks")
+    cell.wait_for_ranks(4, "go")
     four.interrupt()
     assert cell.finish().ename == "KeyboardInterrupt"
     assert four.ok(IS_RIGHT).lines == RIGHT_ON_ALL

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import nbdist
 from nbdist.plan import Plan
+from tests.support import train_tensor_parallel
 from tests.support.train_tensor_parallel import distance, values
 
 Kind = Literal["llama", "mistral"]
@@ -117,6 +118,16 @@ def difference_between_precisions(plan: Plan) -> float:
         step(model, optimizer, whole(text("few labels")))
         steps.append({name: value - before[name] for name, value in values(model).items()})
     return distance(*steps)
+
+
+def training(plan: Plan) -> tuple[nn.Module, Any]:
+    model = make()
+    return nbdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+
+
+def distance_of_gradients(model: nn.Module) -> float:
+    """How far they are from those of one process whose model has the same values."""
+    return train_tensor_parallel.distance_of_gradients(model, make(), whole(text()))
 
 
 def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:

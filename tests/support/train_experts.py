@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,46 @@ def distance_after_a_step(model: nn.Module, optimizer: Any) -> float:
     alone(input_ids=text(), labels=text()).loss.backward()
     torch.optim.SGD(alone.parameters(), 0.1).step()
     return distance(values(model), values(alone))
+
+
+def distance_of_gradients(model: Any) -> float:
+    """How far gradients are from those of one process whose model has the same values."""
+    batch = {"input_ids": text(), "labels": text()}
+    return train_tensor_parallel.distance_of_gradients(model, make("qwen3"), batch)
+
+
+def loads_and_those_of_one_process(plan: Plan) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """The tokens of each expert in a step of ranks with half of the text each, twice: the second time without any."""
+    alone: Any = make("qwen3")
+    counts: dict[str, list[int]] = {}
+
+    def count(module: nn.Module, inputs: Any) -> None:
+        counts["model.layers.1.mlp.experts"] = torch.bincount(inputs[1].flatten(), minlength=4).tolist()
+
+    alone.model.layers[1].mlp.experts.register_forward_pre_hook(count)
+    alone(input_ids=text())
+    model = make("qwen3")
+    model, optimizer = nbdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    step(model, optimizer, text().chunk(dist.get_world_size())[dist.get_rank()])
+    found = nbdist.expert_load(model)
+    assert set(nbdist.expert_load(model)["model.layers.1.mlp.experts"]) == {0}
+    return found, counts
+
+
+def prepare_uneven_experts(plan: Plan) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.ones(4, 2, 2)), nn.Parameter(torch.ones(2, 2, 2))
+
+    class Model(nn.Module):
+        ep_plan: ClassVar = {"experts": "ep_dispatch_experts", "experts.*": "grouped_gemm"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Experts()
+
+    nbdist.prepare(Model(), plan=plan)
 
 
 def distance_of_generated(plan: Plan) -> int:

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM
 
 import nbdist
 from nbdist.plan import Plan
+from tests.support import train_tensor_parallel
+from tests.support.train_tensor_parallel import CLIP, SEQUENCES, Kind, distance, text
+from tests.support.train_tensor_parallel import values as own_values
 
-Kind = Literal["llama", "llama tied", "qwen3"]
-
-SEQUENCES, LENGTH, WORDS, LAYERS = 16, 8, 64, 5
-CLIP = 0.05  # below all norms that occur
+LAYERS = 5
 
 
 def make(kind: Kind = "llama", seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": WORDS,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": kind == "llama tied",
-    }
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **sizes)).double()
-    return LlamaForCausalLM(LlamaConfig(**sizes)).double()
+    return train_tensor_parallel.make(kind, seed, LAYERS)
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences, of whose tokens the first few have no label: another number in each of them."""
 
     def __init__(self, uneven: bool) -> None:
-        self.words = torch.randint(0, WORDS, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
+        self.words = text()
         self.labels = self.words.clone()
         for row in range(SEQUENCES if uneven else 0):
             self.labels[row, : row % 4 * 2] = -100
@@ -56,21 +43,11 @@ def batches(rows: int, uneven: bool = True) -> DataLoader[dict[str, torch.Tensor
     return DataLoader(Text(uneven), rows)
 
 
-def own_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = model.named_parameters()
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in named}
-
-
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of all stages, on all ranks."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own_values(model))
     return {name: each for theirs in told for name, each in theirs.items()}
-
-
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    return max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in wanted.items())
 
 
 def trained_alone(kind: Kind, rows: int, uneven: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -143,15 +120,7 @@ def step(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> No
 
 def distance_of_gradients(kind: Kind, model: Any) -> float:
     """How far the gradients of one batch are from those of one process whose model has the same values."""
-    alone: Any = make(kind)
-    alone.load_state_dict(values(model), strict=False)  # tied names are left out
-    batch = next(iter(batches(SEQUENCES)))
-    model.zero_grad()
-    nbdist.backward(model(**batch).loss)
-    alone(**batch).loss.backward()
-    wanted = {name: each.grad for name, each in alone.named_parameters()}
-    found = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
-    return distance(found, {name: wanted[name] for name in found})
+    return train_tensor_parallel.distance_of_gradients(model, make(kind), next(iter(batches(SEQUENCES))), values(model))
 
 
 def distance_of_saved_model(kind: Kind, plan: Plan, folder: str) -> float:

@@ -20,13 +20,13 @@ SEQUENCES, LENGTH, WORDS = 16, 8, 64
 CLIP = 0.05  # below all norms that occur
 
 
-def make(kind: Kind, seed: int = 0) -> nn.Module:
+def make(kind: Kind, seed: int = 0, layers: int = 2) -> nn.Module:
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": WORDS,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": kind == "llama tied",
@@ -54,6 +54,26 @@ def step(model: nn.Module, optimizer: Any, words: torch.Tensor) -> None:
     nbdist.backward(model(input_ids=words, labels=words).loss)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def distance_of_gradients(
+    model: Any, alone: Any, batch: dict[str, torch.Tensor], whole: dict[str, torch.Tensor] | None = None
+) -> float:
+    """How far gradients of what a rank has are from those of one process.
+
+    Args:
+        model: Of this rank.
+        alone: A model of this process, which gets the values of the other.
+        batch: Of both.
+        whole: The values, if this rank has a part of the model only.
+    """
+    alone.load_state_dict(whole or values(model), strict=False)  # tied names are left out
+    model.zero_grad()
+    for each in (model, alone):
+        nbdist.backward(each(**batch).loss)
+    wanted = {name: each.grad for name, each in alone.named_parameters()}
+    found = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+    return distance(found, {name: wanted[name] for name in found})
 
 
 def trained_alone(kind: Kind, fused: bool = False) -> dict[str, torch.Tensor]:

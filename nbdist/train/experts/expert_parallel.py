@@ -22,6 +22,7 @@ from nbdist.train.experts.gathered import showing_local
 
 # As transformers names them: of a module whose tokens are exchanged, and of a parameter that begins with [expert, ...].
 _EXCHANGED, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
+_EXCHANGE = "_nbdist_exchange"
 
 
 # --- which models
@@ -66,8 +67,19 @@ def refuse_unfit(model: nn.Module, ep: int, shards: int) -> None:
                 f"ep ({ep}) can't divide the experts of {name}: the model's ep_plan does not say that "
                 f"{', '.join(others)} begins with a dimension of experts. Set ep to 1"
             )
+        _refuse_other_numbers(name, parameters)
         for each, parameter in parameters.items():
             _refuse_indivisible(each, parameter, ep, shards)
+
+
+def _refuse_other_numbers(name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    counts = {each: parameter.shape[0] if parameter.ndim else 0 for each, parameter in parameters.items()}
+    if len(set(counts.values())) != 1:
+        told = ", ".join(f"{each} of {count}" for each, count in counts.items()) or "it has no parameters"
+        raise UsageError(
+            f"ep can't divide {name}: all its parameters must be of the same number of experts, but {told}. "
+            "Name another module in ep_plan, or set ep to 1"
+        )
 
 
 def _refuse_indivisible(name: str, parameter: nn.Parameter, ep: int, shards: int) -> None:
@@ -122,7 +134,15 @@ def divide(experts: nn.Module, mesh: DeviceMesh, group: Callable[[], dist.Proces
     experts.__class__ = showing_local(type(experts), tuple(names))
     if "num_experts" in vars(experts):
         experts.num_experts = count // mesh.size()  # type: ignore[assignment]
-    return Exchange(group, count)
+    exchange = Exchange(group, count, mesh.device_type)
+    setattr(experts, _EXCHANGE, exchange)
+    return exchange
+
+
+def exchanges_of(model: nn.Module) -> dict[str, Exchange]:
+    """Return what exchanges the tokens of experts that were divided, by the name of their module."""
+    found = ((name, vars(module).get(_EXCHANGE)) for name, module in model.named_modules())
+    return {name: exchange for name, exchange in found if exchange is not None}
 
 
 class Exchange:
@@ -131,11 +151,18 @@ class Exchange:
     Args:
         group: As of `divide`.
         count: The number of all experts.
+        device: On which tokens are.
     """
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup], count: int) -> None:
+    def __init__(self, group: Callable[[], dist.ProcessGroup], count: int, device: str) -> None:
         self._group = group
         self._count = count
+        self._tokens = torch.zeros(count, dtype=torch.long, device=device)
+
+    def take_tokens(self) -> torch.Tensor:
+        """Return how many of this rank's tokens each expert has got since the last call."""
+        taken, self._tokens = self._tokens, torch.zeros_like(self._tokens)
+        return taken
 
     def __call__(
         self,
@@ -149,7 +176,10 @@ class Exchange:
         """Call experts with the tokens of all ranks that are theirs, and return what became of this rank's."""
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen)
-        routes = _routes(chosen, self._count, self._group())
+        sent = torch.zeros_like(self._tokens).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if torch._C._current_graph_task_id() == -1:  # else a checkpointed block is computed again
+            self._tokens += sent
+        routes = _routes(sent, self._group())
         tokens = _travel(hidden_states[order // top_k_index.size(-1)], routes, routes.ranks)
         computed = _computed(original, experts, tokens, routes.experts)
         back = _travel(computed, routes.reversed(), 1 / routes.ranks)
@@ -194,14 +224,14 @@ class _Routes(NamedTuple):
         return self._replace(sent=self.received, received=self.sent)
 
 
-def _routes(chosen: torch.Tensor, count: int, group: dist.ProcessGroup) -> _Routes:
+def _routes(tokens: torch.Tensor, group: dist.ProcessGroup) -> _Routes:
+    """Return the routes of tokens, of which each of all experts gets so many."""
     ranks = dist.get_world_size(group)
-    sent = torch.zeros(count, dtype=torch.long, device=chosen.device)
-    sent = sent.scatter_add_(0, chosen, torch.ones_like(chosen)).view(ranks, -1)
+    sent = tokens.view(ranks, -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sent_rows, received_rows = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()  # waits for the GPU, once
-    own = torch.arange(count // ranks, device=chosen.device).repeat(ranks)
+    own = torch.arange(sent.shape[1], device=sent.device).repeat(ranks)
     numbers = own.repeat_interleave(received.reshape(-1), output_size=sum(received_rows))
     return _Routes(group, sent_rows, received_rows, numbers)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nbdist.base.ranks import format_ranks
 from nbdist.planning.settings import SETTINGS, SHARDED, TYPES, Settings, default_of, show
+from nbdist.planning.sharing import batch_ranks
 
 Row = tuple[str, str, str]
 
@@ -22,8 +24,8 @@ def table(plan: Settings, world_size: int | None, device: object) -> str:
 
 def _rows(plan: Settings, world_size: int | None, kind: str) -> Iterator[Row]:
     yield "strategy", plan.strategy, _strategy(plan, world_size)
-    sharers = plan.tp * plan.cp * plan.pp
-    if max(sharers, plan.ep) > 1 and world_size is not None and world_size % sharers == 0:
+    dividing = plan.tp * plan.cp * plan.pp
+    if max(dividing, plan.ep) > 1 and world_size is not None and world_size % dividing == 0:
         yield "mesh", _mesh(plan, world_size), _sharers(plan, world_size)
     yield "precision", plan.precision, _precision(plan)
     for name, setting in SETTINGS.items():
@@ -76,19 +78,11 @@ def _mesh(plan: Settings, world_size: int) -> str:
 
 def _sharers(plan: Settings, world_size: int) -> str:
     """Return which ranks share a batch."""
-    size, stage = plan.tp * plan.cp, world_size // plan.pp
-    if size * plan.pp == 1:
+    batches = batch_ranks(plan, world_size)
+    if len(batches) == world_size:
         return "each rank has a batch of its own"
-    firsts = range(0, stage, size)
-    shown = " | ".join(
-        f"{first}-{first + size - 1}"
-        if plan.pp == 1
-        else ", ".join(
-            str(rank) for each in range(plan.pp) for rank in range(each * stage + first, each * stage + first + size)
-        )
-        for first in firsts[:_SHOWN]
-    )
-    return f"ranks that share a batch: {shown}{' | ...' if len(firsts) > _SHOWN else ''}"
+    shown = " | ".join(map(format_ranks, batches[:_SHOWN]))
+    return f"ranks that share a batch: {shown}{' | ...' if len(batches) > _SHOWN else ''}"
 
 
 def _precision(plan: Settings) -> str:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.metrics.node.host import trim_malloc
 from nbdist.plan import Plan
+from nbdist.planning import sharing
 from nbdist.train import active_training
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class State:
         mesh: The ranks as FSDP and HSDP see them, made on first use.
         mesh_of_sequences: The same with those that divide sequences as a dimension, if the plan has `cp`.
         mesh_of_experts: The same with those that divide experts as a dimension, if the plan has `ep`.
-        pipeline: What is known of stages, if the plan has `pp` and a model was prepared.
+        stages: What is known of stages, if the plan has `pp` and a model was prepared.
         records: What is known of each optimizer.
         sharded_parts: FSDP's modules in each sharded model.
         replaced: The parameters that now stand for those a model had before it was prepared.
@@ -160,7 +161,7 @@ class State:
     mesh: Any = None
     mesh_of_sequences: Any = None
     mesh_of_experts: Any = None
-    pipeline: Any = None
+    stages: Any = None
     records: Any = field(default_factory=weakref.WeakKeyDictionary)
     sharded_parts: Any = field(default_factory=weakref.WeakKeyDictionary)
     replaced: Any = field(default_factory=WeakIdKeyDictionary)
@@ -323,7 +324,7 @@ def rank() -> int:
 def data_size() -> int:
     """Return the number of different batches at a time: ranks that divide layers, sequences or models share theirs."""
     neighbors, stages = _sharers()
-    return max(1, world_size() // (neighbors * stages))
+    return world_size() // (neighbors * stages)
 
 
 def data_rank() -> int:
@@ -333,22 +334,14 @@ def data_rank() -> int:
 
 
 def batch_ranks() -> list[list[int]]:
-    """Return the ranks that share each batch. Stages are apart: their ranks are the outermost dimension of the mesh."""
-    neighbors, stages = _sharers()
-    stage = world_size() // stages
-    return [
-        [rank for start in range(first, world_size(), stage) for rank in range(start, start + neighbors)]
-        for first in range(0, stage, neighbors)
-    ]
+    """Return the ranks that share each batch."""
+    if _current is None:
+        return [[each] for each in range(world_size())]
+    return sharing.batch_ranks(_current.plan, world_size())
 
 
 def _sharers() -> tuple[int, int]:
-    """Return how many neighbors share a batch, and how many stages do."""
-    if _current is None:
-        return 1, 1
-    neighbors, stages = _current.plan.tp * _current.plan.cp, _current.plan.pp
-    fits = world_size() % (neighbors * stages) == 0  # not after a shrink to ranks that the plan does not fit
-    return (neighbors, stages) if fits else (1, 1)
+    return (1, 1) if _current is None else sharing.sharers(_current.plan, world_size())
 
 
 def has_group() -> bool:

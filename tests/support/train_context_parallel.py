@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -132,18 +133,7 @@ def distance_of_gradients(model: nn.Module) -> float:
 
 def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:
     """How far a model of another seed is from one that was saved in another division, after a step of both."""
-    for plan, seed in ((saved, 0), (loaded, 5)):
-        model = make(seed=seed)
-        model, optimizer = nbdist.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), plan=plan)
-        if plan is saved:
-            step(model, optimizer, whole(text()))
-            nbdist.save_state(folder)
-            step(model, optimizer, whole(text()))
-            wanted = values(model)
-        else:
-            nbdist.load_state(folder)
-            step(model, optimizer, whole(text()))
-    return distance(values(model), wanted)
+    return train_tensor_parallel.after_loading(saved, loaded, folder, partial(make, "llama"), whole(text()))
 
 
 def losses_seen(plan: Plan) -> tuple[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -190,19 +191,8 @@ def mesh_of(plan: Plan) -> tuple[tuple[str, ...], list[int]]:
 
 def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:
     """How far a model of another seed is from one that was saved in another division, after a step of both."""
-    wanted: dict[str, torch.Tensor] = {}
-    for plan, seed in ((saved, 0), (loaded, 5)):
-        model = make("qwen3", seed)
-        model, optimizer = nbdist.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), plan=plan)
-        if plan is saved:
-            step(model, optimizer, text())
-            nbdist.save_state(folder)
-            step(model, optimizer, text())
-            wanted = values(model)
-        else:
-            nbdist.load_state(folder)
-            step(model, optimizer, text())
-    return distance(values(model), wanted)
+    batch = {"input_ids": text(), "labels": text()}
+    return train_tensor_parallel.after_loading(saved, loaded, folder, partial(make, "qwen3"), batch)
 
 
 def distance_after_reading(plan: Plan, folder: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,21 +96,10 @@ def distance_of_evaluation(kind: Kind, plan: Plan) -> tuple[float, float]:
     return abs(float(found.loss - wanted.loss)), float((found.logits - wanted.logits).abs().max())
 
 
-def distance_after_loading(saved: Plan, loaded: Plan, folder: str, kind: Kind = "llama tied") -> float:
+def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:
     """How far a model of another seed is from one that was saved in other stages, after a step of both."""
     batch = next(iter(batches(SEQUENCES, uneven=False)))
-    for plan, seed in ((saved, 0), (loaded, 5)):
-        model = make(kind, seed)
-        model, optimizer = nbdist.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), plan=plan)
-        if plan is saved:
-            step(model, optimizer, batch)
-            nbdist.save_state(folder)
-            step(model, optimizer, batch)
-            wanted = values(model)
-        else:
-            nbdist.load_state(folder)
-            step(model, optimizer, batch)
-    return distance(values(model), wanted)
+    return train_tensor_parallel.after_loading(saved, loaded, folder, partial(make, "llama tied"), batch, values)
 
 
 def step(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -51,7 +53,11 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 
 
 def step(model: nn.Module, optimizer: Any, words: torch.Tensor) -> None:
-    nbdist.backward(model(input_ids=words, labels=words).loss)
+    _step(model, optimizer, {"input_ids": words, "labels": words})
+
+
+def _step(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+    nbdist.backward(model(**batch).loss)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -136,19 +142,40 @@ def objects_seen(plan: Plan, count: int) -> list[int]:
 
 def distance_after_loading(saved: Plan, loaded: Plan, folder: str) -> float:
     """How far a model of another seed is from one that was saved in another division, after a step of both."""
-    runs = []
+    return after_loading(saved, loaded, folder, partial(make, "llama tied"), {"input_ids": text(), "labels": text()})
+
+
+def after_loading(
+    saved: Plan,
+    loaded: Plan,
+    folder: str,
+    made: Callable[[int], nn.Module],
+    batch: dict[str, torch.Tensor],
+    values: Callable[[nn.Module], dict[str, torch.Tensor]] = values,
+) -> float:
+    """How far a model of another seed is from one that was saved in another division, after a step of both.
+
+    Args:
+        saved: The plan of the first.
+        loaded: The plan of the second.
+        folder: For the checkpoint.
+        made: Returns the model of a seed.
+        batch: Of all steps.
+        values: Returns the parameters of a whole model.
+    """
+    kept = []  # a training that is over must not be in the way of the next
+    wanted: dict[str, torch.Tensor] = {}
     for plan, seed in ((saved, 0), (loaded, 5)):
-        model = make("llama tied", seed)
+        model = made(seed)
         model, optimizer = nbdist.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), plan=plan)
-        runs.append((model, optimizer))
-        if plan is saved:
-            step(model, optimizer, text())
-            nbdist.save_state(folder)
-            step(model, optimizer, text())
-            wanted = values(model)
-        else:
+        kept.append((model, optimizer))
+        if plan is loaded:
             nbdist.load_state(folder)
-            step(model, optimizer, text())
+        else:
+            _step(model, optimizer, batch)
+            nbdist.save_state(folder)
+        _step(model, optimizer, batch)
+        wanted = wanted or values(model)
     return distance(values(model), wanted)
 
 

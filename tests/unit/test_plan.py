@@ -416,7 +416,7 @@ def test_every_setting_changes_what_the_table_says(name: str) -> None:
         ({"strategy": "fsdp", "shard_by": every_block}, "every_block  this function says which modules are blocks"),
         ({"strategy": "fsdp", "compile": "reduce-overhead"}, "recorded again when parameters are gathered elsewhere"),
         ({"strategy": "fsdp", "tp": 2}, "dp_shard 2 x tp 2  ranks that share a batch: 0-1 | 2-3"),
-        ({"strategy": "fsdp", "pp": 2}, "pp 2 x dp_shard 2  ranks that share a batch: 0, 2 | 1, 3"),
+        ({"strategy": "fsdp", "pp": 2}, "pp 2 x dp_shard 2  ranks that share a batch: 0,2 | 1,3"),
         ({"strategy": "hsdp", "replicas": 2, "cp": 2}, "dp_replicate 2 x dp_shard 1 x cp 2"),
         ({"strategy": "fsdp", "ep": 2}, "efsdp 2 x ep 2  each rank has a batch of its own"),
         ({"numa": True}, "on    nothing to do: these ranks have no GPU"),

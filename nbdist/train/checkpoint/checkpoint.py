@@ -192,7 +192,7 @@ def load_state(
         restoring = Restoring(state, values, {name: size for name, (size, _) in types.items()})
         slots = restoring.slots(types)
     try:
-        with agreement.together(), without_group_warning(), _without_stages_warning():
+        with agreement.together(), without_group_warning(), _without_stages_warning(state):
             dcp.load(in_pieces(slots), storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
         with agreement.together():
             own = manifest["world_size"] == world_size()
@@ -210,8 +210,11 @@ def load_state(
 
 
 @contextlib.contextmanager
-def _without_stages_warning() -> Iterator[None]:
-    """Keep torch from warning that ranks read different tensors: stages of a pipeline do."""
+def _without_stages_warning(state: State) -> Iterator[None]:
+    """Keep torch from warning that ranks read different tensors: stages of a pipeline do, and no others."""
+    if state.stages is None:
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected mismatched keys in state dict")
         yield
@@ -254,8 +257,8 @@ def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
     told = agreement.gather((snapshot.models, snapshot.buffers, random_digests(snapshot.values["random"])))
     _refuse_different_models([models for models, _, _ in told])
     _keep_own_buffers(snapshot, told[0][1])
-    if state.pipeline is not None:
-        snapshot.values["optimizers"] = joined(agreement.gather(snapshot.values["optimizers"], state.pipeline.group))
+    if state.stages is not None:
+        snapshot.values["optimizers"] = joined(agreement.gather(snapshot.values["optimizers"], state.stages.group))
     digests = [digest for _, _, digest in told]
     shared = [name for name in digests[0] if all(digest.get(name) == digests[0][name] for digest in digests)]
     return snapshot, {

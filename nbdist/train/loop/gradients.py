@@ -95,7 +95,7 @@ def unscale_gradients(optimizer: Optimizers = None) -> None:
 def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip whole gradients; see `clip_grad_norm_`."""
     parameters = list(parameters)
-    if training.current().pipeline is None:
+    if training.current().stages is None:
         norm = total_norm(_gradients(parameters), norm_type)
     else:
         norm = _norm_of_pipeline(parameters, norm_type)
@@ -109,7 +109,7 @@ def _norm_of_pipeline(parameters: Iterable[torch.Tensor], norm_type: float) -> t
     state = training.current()
     elsewhere = counted_elsewhere(state.models)
     own = _gradients(parameter for parameter in parameters if id(parameter) not in elsewhere)
-    return norm_over_stages(total_norm(own, norm_type), norm_type, state.pipeline.group, state.device)
+    return norm_over_stages(total_norm(own, norm_type), norm_type, state.stages.group, state.device)
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

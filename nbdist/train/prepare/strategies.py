@@ -231,7 +231,7 @@ def _cut(model: nn.Module, state: State) -> None:
     from nbdist.train.pipeline.stages import Stages
 
     plan, mesh = state.plan, mesh_of(state)["pp"]
-    stages = state.pipeline = Stages(mesh.get_local_rank(), plan.pp, mesh.get_group())
+    stages = state.stages = Stages(mesh.get_local_rank(), plan.pp, mesh.get_group())
 
     def share(part: nn.Module) -> None:
         part.to(state.device)
@@ -330,7 +330,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         options["reshard_after_forward"] = plan.reshard
     if plan.pp > 1:  # between micro-batches parameters stay gathered, and hidden states in their type
         options["reshard_after_forward"] = False
-        if not state.pipeline.is_last:
+        if not state.stages.is_last:
             root_policy = dataclasses.replace(root_policy, output_dtype=None)
     if plan.offload and device.type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()

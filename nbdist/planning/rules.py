@@ -88,6 +88,8 @@ def refuse_contradictions(plan: Settings) -> None:
         )
     if plan.tp > 1:
         _refuse_with_tp(plan)
+    elif plan.loss_parallel:
+        raise UsageError("loss_parallel divides the loss among the ranks of tp, and tp is 1: set tp to 2 or more")
     _refuse_with_cp(plan)
     if plan.ep > 1:
         _refuse_with_ep(plan)

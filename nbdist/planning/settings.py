@@ -263,6 +263,8 @@ class Settings:
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
         tp: Tensor parallel: among how many ranks each layer is divided, as the model's `tp_plan` says. They get the
             same batch. 1: off.
+        loss_parallel: With tp: whether a language model of transformers computes its loss on logits that stay divided
+            over the vocabulary; `logits` is a DTensor in training then.
         cp: Context parallel: among how many ranks each sequence is divided, for language models of transformers. They
             get the same batch. 1: off.
         cp_method: How attention sees whole sequences then: "gather" (each rank gathers all keys and values), or
@@ -494,6 +496,16 @@ class Settings:
         tell=lambda plan, kind: (
             f"each layer is divided among {plan.tp} ranks with neighboring numbers, which get the same batch"
         ),
+    )
+    loss_parallel: bool = _setting(
+        False,
+        Switch(),
+        _FSDP,
+        "each rank computes the loss of its part of the vocabulary",
+        why="the other strategies need each layer whole",
+        part_of="tp",
+        is_on=lambda tp: tp > 1,
+        tell="each rank computes the loss of its part of the vocabulary, and logits are not gathered",
     )
     cp: int = _setting(
         1,

@@ -13,6 +13,7 @@ from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
 
 TP = "Plan('fsdp', tp=2)"
+LOSS = "Plan('fsdp', tp=2, loss_parallel=True)"
 BOTH = "Plan('hsdp', tp=2, replicas=2)"
 
 
@@ -43,6 +44,35 @@ def test_a_divided_model_trains_as_one_process_does(four: Kernel, kind: str, pla
 
 def test_so_it_does_with_a_fused_optimizer(four: Kernel) -> None:
     assert max(on_ranks(four, "distance_from_one_process", f"'llama tied', {TP}, True")) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama tied"])
+@pytest.mark.parametrize(
+    ("changes", "limit"),  # transformers computes the loss in float32
+    [("", 1e-6), ("cp=2", 1e-6), ("accumulate=2", 1e-6), ("precision='bf16'", 1e-2)],
+)
+def test_a_loss_on_divided_logits_trains_as_one_on_whole_ones_does(
+    four: Kernel, kind: str, changes: str, limit: float
+) -> None:
+    plan = f"Plan('fsdp', tp=2, {changes})"
+    assert max(on_ranks(four, "distance_of_divided_loss", f"{kind!r}, {plan}")) < limit
+
+
+@pytest.mark.parametrize("plan", [TP, LOSS], ids=["", "loss parallel"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied"])
+def test_a_step_of_a_divided_model_warns_of_nothing(four: Kernel, kind: str, plan: str) -> None:
+    assert on_ranks(four, "warnings_of_a_step", f"{kind!r}, {plan}") == [[]] * 4
+
+
+def test_logits_are_divided_in_training_and_whole_in_evaluation(four: Kernel) -> None:
+    for found in on_ranks(four, "logits_of", LOSS):
+        assert (found["part"], found["whole"]) == ([16, 8, 32], [16, 8, 64])
+        assert found["distance"] < 1e-12
+
+
+def test_a_model_without_a_loss_of_transformers_can_not_divide_it(four: Kernel) -> None:
+    outcome = four.run(f"call(divided.prepare_own_model, {LOSS})")
+    assert "loss_parallel can't divide the loss of Sequential: only models of transformers" in outcome.evalue
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama tied"])

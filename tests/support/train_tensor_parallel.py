@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -103,6 +104,50 @@ def distance_from_one_process(kind: Kind, plan: Plan, fused: bool = False) -> fl
     for words in batches:
         step(model, optimizer, words)
     return distance(values(model), trained_alone(kind, fused))
+
+
+def distance_of_divided_loss(kind: Kind, plan: Plan) -> float:
+    """How far parameters are after two steps with `loss_parallel` from those after two without."""
+    found: list[dict[str, torch.Tensor]] = []
+    for divides in (False, True):
+        model = make(kind)
+        if plan.precision != "fp32":
+            model.float()
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)  # shows a gradient that is too large or small
+        model, optimizer = nbdist.prepare(model, optimizer, plan=plan.replace(loss_parallel=divides))
+        for words in text().split(SEQUENCES // 2):
+            step(model, optimizer, words)
+        found.append(values(model))
+    return distance(*found)
+
+
+def prepare_own_model(plan: Plan) -> None:
+    model = nn.Sequential(nn.Linear(4, 8))
+    model.tp_plan = {"0": "colwise_gather_output"}  # type: ignore[assignment]
+    nbdist.prepare(model, plan=plan)
+
+
+def logits_of(plan: Plan) -> dict[str, list[int] | float]:
+    """What a model returns as logits: this rank's part in training, all of them in evaluation, and how far they are."""
+    model, alone, words = nbdist.prepare(make("llama"), plan=plan), make("llama"), text()
+    in_training = model(input_ids=words, labels=words).logits
+    with torch.no_grad():
+        wanted = alone(input_ids=words).logits
+        found = [model(input_ids=words, labels=words).logits, model(input_ids=words).logits]
+    found.append(in_training.full_tensor())
+    return {
+        "part": list(in_training.to_local().shape),
+        "whole": list(found[0].shape),
+        "distance": max(float((each - wanted).detach().abs().max()) for each in found),
+    }
+
+
+def warnings_of_a_step(kind: Kind, plan: Plan) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nbdist.prepare(make(kind), plan=plan)
+        nbdist.backward(model(input_ids=text(), labels=text()).loss)
+    return [str(each.message) for each in caught]
 
 
 def type_of_embedded(kind: Kind, plan: Plan) -> str:

@@ -51,6 +51,7 @@ ALLOWED = {
     "train.collective": "train",
     "train.experts": "",
     "train.structure": "plan planning train.experts",
+    "train.sequences": "train.structure",
     "train.sharding": "train",
     "train.pipeline": "train.sharding train.structure",
     "train.loop": "metrics.allocation plan train train.collective train.pipeline train.sharding train.structure",
@@ -59,7 +60,7 @@ ALLOWED = {
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "metrics.events plan planning train train.checkpoint train.collective train.data train.loop "
-    "train.experts train.pipeline train.sharding train.structure",
+    "train.experts train.pipeline train.sequences train.sharding train.structure",
     "train.estimate": "metrics.compute metrics.node plan planning shells train train.loop train.prepare",
     # a rank, its node's agent, and the controller
     "worker.lanes": "wire wire.base wire.messages",

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from nbdist.errors import UsageError
-from nbdist.train.structure.context_parallel import refuse_unfit
-from nbdist.train.structure.sequence_parts import ends_of, order_of
+from nbdist.train.sequences.context_parallel import refuse_unfit
+from nbdist.train.sequences.sequence_parts import ends_of, order_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8,

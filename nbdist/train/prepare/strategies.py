@@ -28,7 +28,7 @@ from nbdist.train.prepare.meshes import mesh_of, mesh_of_experts, mesh_of_sequen
 from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
 from nbdist.train.state import State
-from nbdist.train.structure import float8, tensor_parallel
+from nbdist.train.structure import divided_loss, float8, tensor_parallel
 from nbdist.train.structure.activations import keep_less
 from nbdist.train.structure.blocks import (
     Ends,
@@ -89,9 +89,12 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
     """
     _blocks_of(model, plan)
     if plan.tp > 1:
-        tensor_parallel.refuse_indivisible(model, tensor_parallel.styles_of(model), plan.tp)
+        styles = tensor_parallel.styles_of(model)
+        tensor_parallel.refuse_indivisible(model, styles, plan.tp)
+        if plan.loss_parallel:
+            divided_loss.refuse_unfit(model, styles)
     if plan.cp > 1:
-        from nbdist.train.structure import context_parallel
+        from nbdist.train.sequences import context_parallel
 
         context_parallel.refuse_unfit(model, plan.cp, exchanges_heads=plan.cp_method == "ulysses", tp=plan.tp)
     if plan.ep > 1:
@@ -209,7 +212,7 @@ def _with_other_layers(model: nn.Module, plan: Plan, device: torch.device) -> nn
 
 def _divide_sequences(model: nn.Module, state: State) -> None:
     from nbdist.metrics.events import data_parallel
-    from nbdist.train.structure import context_parallel
+    from nbdist.train.sequences import context_parallel
 
     def group() -> dist.ProcessGroup:
         return mesh_of_sequences(state).get_group("cp")  # type: ignore[no-any-return]
@@ -346,7 +349,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         inside.update(below)
     rest = [module for module in model.modules() if module not in inside]
     _make_alike(rest, None if inside else model, materializer, device, shares=plan.pp == 1)
-    divide(rest, [model])
+    divide(rest, [model, *_outside(found, rest)])
     fully_shard(model, mp_policy=root_policy, **options)
     for embedding in embeddings:
         if type(embedding).forward is nn.Embedding.forward:
@@ -403,14 +406,21 @@ def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module], 
     styles = tensor_parallel.styles_of(model)
     names = {module: name for name, module in model.named_modules()}
     tied = tensor_parallel.ties(model)
+    others = divided_loss.divide_loss(model) if state.plan.loss_parallel else {}
 
-    def divide(modules: Sequence[nn.Module], gathered: Sequence[nn.Module]) -> None:
+    def divide(modules: Sequence[nn.Module], returned: Sequence[nn.Module]) -> None:
         named = [(names[module], module) for module in modules]
-        tensor_parallel.divide(named, styles, state.mesh["tp"], gathered)
+        tensor_parallel.divide(named, styles, state.mesh["tp"], returned, others)
         there = set(modules)
         tensor_parallel.tie_again([places for places in tied if there.issuperset(module for module, _ in places)])
 
     return divide
+
+
+def _outside(blocks: Iterable[nn.Module], modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those of the modules that are in no block, which may be compiled."""
+    inside = {module for block in blocks for module in block.modules()}
+    return [module for module in modules if module not in inside]
 
 
 class _Group(NamedTuple):

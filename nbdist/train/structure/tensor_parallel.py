@@ -192,7 +192,8 @@ def divide(
     modules: Iterable[tuple[str, nn.Module]],
     styles: Mapping[str, str],
     mesh: DeviceMesh,
-    gathered: Collection[nn.Module],
+    returned: Collection[nn.Module],
+    others: Mapping[str, ParallelStyle],
 ) -> None:
     """Divide modules among the ranks of a mesh of one dimension. All ranks have the same values, or none (meta).
 
@@ -200,15 +201,18 @@ def divide(
         modules: By name; what is below them is not looked at.
         styles: As of `styles_of`.
         mesh: The ranks.
-        gathered: Those of the modules that FSDP gathers by themselves.
+        returned: Those of the modules whose result may be that of a module that FSDP gathers, which must be no view.
+        others: What stands for the styles of some modules.
     """
     for name, module in modules:
-        if styles.get(name) == divided_experts.STYLE:
+        if name in others:
+            parallelize_module(module, mesh, others[name], src_data_rank=None)
+        elif styles.get(name) == divided_experts.STYLE:
             own = {each: styles[f"{name}.{each}"] for each, _ in module.named_parameters(recurse=False)}
             parallelize_module(module, mesh, DividedExperts(own), src_data_rank=None)
         elif name in styles:
             parallelize_module(module, mesh, STYLES[styles[name]][0](), src_data_rank=None)
-            if module in gathered or isinstance(module, nn.Embedding):  # compiled blocks read results that are there
+            if module in returned or isinstance(module, nn.Embedding):  # compiled blocks read results that are there
                 module.register_forward_hook(_take_apart)
         elif next(module.parameters(recurse=False), None) is not None:
             parallelize_module(module, mesh, _Whole(Replicate()), src_data_rank=None)

@@ -19,7 +19,7 @@ from torch import nn
 
 from nbdist.base.text import counted
 from nbdist.errors import UsageError
-from nbdist.train.structure.sequence_parts import sum_of_losses
+from nbdist.train.sequences.sequence_parts import sum_of_losses
 from nbdist.train.structure.shadow import shadow
 from nbdist.train.structure.shared_batch import SharedBatch, have_values
 
@@ -130,7 +130,7 @@ def divide_sequences(
         sharing: Returns the ranks that get each batch.
         gather: Returns what each of all ranks says.
     """
-    from nbdist.train.structure import divided_attention
+    from nbdist.train.sequences import divided_attention
 
     divided_attention.register()
     model.set_attn_implementation(divided_attention.NAME)  # type: ignore[operator]
@@ -162,8 +162,8 @@ class _Forward:
 
     def __call__(self, original: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call the model with this rank's tokens, if it is to compute the loss; else with all of them."""
-        from nbdist.train.structure import divided_batch
-        from nbdist.train.structure.divided_attention import dividing
+        from nbdist.train.sequences import divided_batch
+        from nbdist.train.sequences.divided_attention import dividing
 
         batch = {
             name: value for name, value in (*zip(self._names, args, strict=False), *kwargs.items()) if value is not None

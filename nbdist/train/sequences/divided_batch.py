@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from nbdist.errors import UsageError
-from nbdist.train.structure.divided_attention import SequenceLayout
-from nbdist.train.structure.sequence_parts import order_of
+from nbdist.train.sequences.divided_attention import SequenceLayout
+from nbdist.train.sequences.sequence_parts import order_of
 from nbdist.train.structure.shared_batch import have_values
 
 _NO_LABEL = -100

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from nbdist.errors import UsageError
-from nbdist.train.structure.sequence_parts import ends_of, gathered, heads_for_tokens, tokens_for_heads
+from nbdist.train.sequences.sequence_parts import ends_of, gathered, heads_for_tokens, tokens_for_heads
 
 NAME = "nbdist"  # of the functions
 _USUAL_MASK: Callable[..., Any] = sdpa_mask

@@ -88,8 +88,9 @@ def refuse_contradictions(plan: Settings) -> None:
         )
     if plan.tp > 1:
         _refuse_with_tp(plan)
-    elif plan.loss_parallel:
-        raise UsageError("loss_parallel divides the loss among the ranks of tp, and tp is 1: set tp to 2 or more")
+    for name, what in (("sequence_parallel", "tokens"), ("loss_parallel", "the loss")):
+        if plan.tp == 1 and getattr(plan, name):
+            raise UsageError(f"{name} divides {what} among the ranks of tp, and tp is 1: set tp to 2 or more")
     _refuse_with_cp(plan)
     if plan.ep > 1:
         _refuse_with_ep(plan)

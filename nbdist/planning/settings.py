@@ -263,6 +263,8 @@ class Settings:
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
         tp: Tensor parallel: among how many ranks each layer is divided, as the model's `tp_plan` says. They get the
             same batch. 1: off.
+        sequence_parallel: With tp: whether each rank has some of the tokens only where layers are not divided, as in
+            norms, for models of transformers.
         loss_parallel: With tp: whether a language model of transformers computes its loss on logits that stay divided
             over the vocabulary; `logits` is a DTensor in training then.
         cp: Context parallel: among how many ranks each sequence is divided, for language models of transformers. They
@@ -496,6 +498,16 @@ class Settings:
         tell=lambda plan, kind: (
             f"each layer is divided among {plan.tp} ranks with neighboring numbers, which get the same batch"
         ),
+    )
+    sequence_parallel: bool = _setting(
+        False,
+        Switch(),
+        _FSDP,
+        "between divided layers, each rank computes some of the tokens",
+        why="the other strategies need each layer whole",
+        part_of="tp",
+        is_on=lambda tp: tp > 1,
+        tell="between divided layers, each rank computes and keeps some of the tokens",
     )
     loss_parallel: bool = _setting(
         False,

@@ -13,6 +13,7 @@ from testbed.kernel import Kernel
 from tests.conftest import shared_kernel
 
 TP = "Plan('fsdp', tp=2)"
+TOKENS = "Plan('fsdp', tp=2, sequence_parallel=True)"
 LOSS = "Plan('fsdp', tp=2, loss_parallel=True)"
 BOTH = "Plan('hsdp', tp=2, replicas=2)"
 
@@ -36,7 +37,7 @@ def on_ranks(kernel: Kernel, function: str, arguments: str) -> list[Any]:
     return list(kernel.value(f"call(divided.{function}, {arguments})"))
 
 
-@pytest.mark.parametrize("plan", [TP, BOTH], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("plan", [TP, BOTH, TOKENS], ids=["fsdp", "hsdp", "sequence parallel"])
 @pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen3"])
 def test_a_divided_model_trains_as_one_process_does(four: Kernel, kind: str, plan: str) -> None:
     assert max(on_ranks(four, "distance_from_one_process", f"{kind!r}, {plan}")) < 1e-12
@@ -55,10 +56,38 @@ def test_a_loss_on_divided_logits_trains_as_one_on_whole_ones_does(
     four: Kernel, kind: str, changes: str, limit: float
 ) -> None:
     plan = f"Plan('fsdp', tp=2, {changes})"
-    assert max(on_ranks(four, "distance_of_divided_loss", f"{kind!r}, {plan}")) < limit
+    arguments = f"{kind!r}, {plan}, {plan}.replace(loss_parallel=True)"
+    assert max(on_ranks(four, "distance_of_plans", arguments)) < limit
 
 
-@pytest.mark.parametrize("plan", [TP, LOSS], ids=["", "loss parallel"])
+@pytest.mark.parametrize("changes", ["", "cp=2", "accumulate=2", "activation_checkpointing='full'"])
+def test_tokens_divided_between_layers_train_as_whole_sequences_do(four: Kernel, changes: str) -> None:
+    plan = f"Plan('fsdp', tp=2, {changes})"
+    arguments = f"'llama tied', {plan}, {plan}.replace(sequence_parallel=True)"
+    assert max(on_ranks(four, "distance_of_plans", arguments)) < 1e-12
+
+
+def test_a_layer_between_divided_ones_has_some_of_the_tokens(four: Kernel) -> None:
+    found = on_ranks(four, "tokens_of_norms", f"{TOKENS}, 8")
+    assert found == [{"input_layernorm": 4, "post_attention_layernorm": 4, "norm": 8}] * 4
+
+
+def test_sequences_that_can_not_be_divided_are_refused_in_training_with_what_to_set(four: Kernel) -> None:
+    outcome = four.run(f"call(divided.tokens_of_norms, {TOKENS}, 7)")
+    assert "sequences of 7 tokens can't be divided by tp (2)" in outcome.evalue
+    assert "set sequence_parallel to False" in outcome.evalue
+
+
+def test_text_of_any_length_is_generated_with_divided_tokens(four: Kernel) -> None:
+    assert on_ranks(four, "generates_as_one_process", TOKENS) == [True] * 4
+
+
+def test_a_model_whose_blocks_are_not_known_can_not_divide_tokens(four: Kernel) -> None:
+    outcome = four.run(f"call(divided.prepare_own_model, {TOKENS})")
+    assert "sequence_parallel can't divide the tokens of Sequential: only models of transformers" in outcome.evalue
+
+
+@pytest.mark.parametrize("plan", [TP, LOSS, TOKENS], ids=["", "loss parallel", "sequence parallel"])
 @pytest.mark.parametrize("kind", ["llama", "llama tied"])
 def test_a_step_of_a_divided_model_warns_of_nothing(four: Kernel, kind: str, plan: str) -> None:
     assert on_ranks(four, "warnings_of_a_step", f"{kind!r}, {plan}") == [[]] * 4

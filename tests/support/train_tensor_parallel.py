@@ -106,15 +106,15 @@ def distance_from_one_process(kind: Kind, plan: Plan, fused: bool = False) -> fl
     return distance(values(model), trained_alone(kind, fused))
 
 
-def distance_of_divided_loss(kind: Kind, plan: Plan) -> float:
-    """How far parameters are after two steps with `loss_parallel` from those after two without."""
+def distance_of_plans(kind: Kind, *plans: Plan) -> float:
+    """How far parameters are after two steps by one plan from those after two by another."""
     found: list[dict[str, torch.Tensor]] = []
-    for divides in (False, True):
+    for plan in plans:
         model = make(kind)
         if plan.precision != "fp32":
             model.float()
         optimizer = torch.optim.SGD(model.parameters(), 1.0)  # shows a gradient that is too large or small
-        model, optimizer = nbdist.prepare(model, optimizer, plan=plan.replace(loss_parallel=divides))
+        model, optimizer = nbdist.prepare(model, optimizer, plan=plan)
         for words in text().split(SEQUENCES // 2):
             step(model, optimizer, words)
         found.append(values(model))
@@ -125,6 +125,28 @@ def prepare_own_model(plan: Plan) -> None:
     model = nn.Sequential(nn.Linear(4, 8))
     model.tp_plan = {"0": "colwise_gather_output"}  # type: ignore[assignment]
     nbdist.prepare(model, plan=plan)
+
+
+def tokens_of_norms(plan: Plan, length: int) -> dict[str, int]:
+    """How many tokens each norm of a model is called with in training."""
+    model = nbdist.prepare(make("llama"), plan=plan)
+    found = {}
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            own = name.rpartition(".")[2]
+            module.register_forward_hook(lambda _, inputs, output, own=own: found.update({own: output.shape[1]}))
+    words = text()[:, :length]
+    nbdist.backward(model(input_ids=words, labels=words).loss)
+    return found
+
+
+def generates_as_one_process(plan: Plan) -> bool:
+    prompt = text()[:2, :5]
+    found: Any = nbdist.prepare(make("llama"), plan=plan)
+    alone: Any = make("llama")
+    with torch.no_grad():
+        words, wanted = (each.generate(input_ids=prompt, max_new_tokens=4, do_sample=False) for each in (found, alone))
+    return bool(torch.equal(words, wanted))
 
 
 def logits_of(plan: Plan) -> dict[str, list[int] | float]:

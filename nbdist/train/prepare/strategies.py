@@ -93,6 +93,10 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
         tensor_parallel.refuse_indivisible(model, styles, plan.tp)
         if plan.loss_parallel:
             divided_loss.refuse_unfit(model, styles)
+        if plan.sequence_parallel:
+            from nbdist.train.sequences import sequence_parallel
+
+            sequence_parallel.refuse_unfit(model, find_blocks(model, plan.shard_by), styles)
     if plan.cp > 1:
         from nbdist.train.sequences import context_parallel
 
@@ -328,7 +332,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         compile_blocks(model, found, _compile_options(plan))
     block_policy, root_policy = precision.fsdp_policies(plan)
     options: dict[str, Any] = {"mesh": over_data(mesh)}
-    divide = _division(model, state)
+    divide = _division(model, found, state)
     if plan.reshard is not None:
         options["reshard_after_forward"] = plan.reshard
     if plan.pp > 1:  # between micro-batches parameters stay gathered, and hidden states in their type
@@ -399,7 +403,9 @@ def _shard_experts(
     return inside
 
 
-def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module], Sequence[nn.Module]], None]:
+def _division(
+    model: nn.Module, blocks: Sequence[nn.Module], state: State
+) -> Callable[[Sequence[nn.Module], Sequence[nn.Module]], None]:
     """Return what divides modules as `tp` says, which may be all of the model's, or some after others."""
     if state.plan.tp == 1:
         return lambda modules, gathered: None
@@ -407,6 +413,10 @@ def _division(model: nn.Module, state: State) -> Callable[[Sequence[nn.Module], 
     names = {module: name for name, module in model.named_modules()}
     tied = tensor_parallel.ties(model)
     others = divided_loss.divide_loss(model) if state.plan.loss_parallel else {}
+    if state.plan.sequence_parallel:
+        from nbdist.train.sequences import sequence_parallel
+
+        others |= sequence_parallel.divide_tokens(model, blocks, styles, state.mesh["tp"])
 
     def divide(modules: Sequence[nn.Module], returned: Sequence[nn.Module]) -> None:
         named = [(names[module], module) for module in modules]

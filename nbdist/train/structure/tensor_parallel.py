@@ -25,7 +25,7 @@ from nbdist.train.experts.divided_experts import PARAMETER_STYLES, DividedExpert
 from nbdist.train.experts.gathered import showing_local
 
 
-class _Whole(ParallelStyle):
+class Whole(ParallelStyle):
     """Each rank has all of the module's own parameters, and computes with plain tensors as if it were alone.
 
     Args:
@@ -69,7 +69,7 @@ STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int | None]] = {
     "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "rowwise_rep": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "embedding_rowwise": (lambda: RowwiseParallel(input_layouts=Replicate()), 0),
-    "replicated_with_grad_allreduce": (lambda: _Whole(Partial()), None),
+    "replicated_with_grad_allreduce": (lambda: Whole(Partial()), None),
 }
 
 
@@ -215,11 +215,16 @@ def divide(
             if module in returned or isinstance(module, nn.Embedding):  # compiled blocks read results that are there
                 module.register_forward_hook(_take_apart)
         elif next(module.parameters(recurse=False), None) is not None:
-            parallelize_module(module, mesh, _Whole(Replicate()), src_data_rank=None)
+            parallelize_module(module, mesh, Whole(Replicate()), src_data_rank=None)
 
 
 def _take_apart(module: nn.Module, inputs: object, output: Any) -> Any:
-    return _Apart.apply(output) if isinstance(output, torch.Tensor) else output  # type: ignore[no-untyped-call]
+    return own_storage(output) if isinstance(output, torch.Tensor) else output
+
+
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same tensor as none that is a view of another, nor still on its way: FSDP warns of views."""
+    return _Apart.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

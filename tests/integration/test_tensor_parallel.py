@@ -67,6 +67,15 @@ def test_tokens_divided_between_layers_train_as_whole_sequences_do(four: Kernel,
     assert max(on_ranks(four, "distance_of_plans", arguments)) < 1e-12
 
 
+@pytest.mark.slow
+def test_blocks_that_are_compiled_whole_divide_tokens_too(four: Kernel) -> None:
+    four.ok("from tests.support import train_equality as equality")
+    plan = f"{TP}.replace(compile=True)"
+    arguments = f"'llama tied', {plan}, {plan}.replace(sequence_parallel=True)"
+    assert max(four.value(f"call(divided.distance_of_plans, {arguments})", limit=300)) < 1e-6
+    assert four.value("call(equality.graph_breaks)") == [0] * 4
+
+
 def test_a_layer_between_divided_ones_has_some_of_the_tokens(four: Kernel) -> None:
     found = on_ranks(four, "tokens_of_norms", f"{TOKENS}, 8")
     assert found == [{"input_layernorm": 4, "post_attention_layernorm": 4, "norm": 8}] * 4

@@ -147,7 +147,8 @@ class _Tokens:
         """Return all tokens from the last block."""
         if isinstance(result, tuple):
             return (self.gather(block, args, result[0]), *result[1:])
-        return own_storage(self._brought(result, Shard(_TOKENS), Replicate()).to_local())
+        whole = self._brought(result, Shard(_TOKENS), Replicate()).to_local()
+        return whole if torch.compiler.is_compiling() else own_storage(whole)  # what is compiled returns no views
 
     def _brought(self, hidden: torch.Tensor, here: Placement, there: Placement) -> DTensor:
         shape: dict[str, Any] = {}

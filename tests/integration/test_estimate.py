@@ -23,7 +23,7 @@ from nbdist.train.estimate.child import answer_to
 from nbdist.train.estimate.estimate import Estimate, estimate, estimate_each, packed
 from nbdist.train.estimate.trial_step import TrialSetup, TrialTask
 from testbed.kernel import Kernel
-from testbed.train_estimate import SHAPES, ConvNet, Gpt, Mlp, Untied
+from testbed.train_estimate import SHAPES, ConvNet, Gpt, Mixture, Mlp, Untied
 
 NONE = Plan(strategy="none")
 FLOAT = 4  # bytes
@@ -96,6 +96,15 @@ def test_each_rank_takes_what_was_estimated_for_its_strategy(training: Kernel) -
         for rank in real(training, Gpt, settings):
             assert found.total == pytest.approx(rank.pop("total"), rel=0.1), settings
             assert {name: getattr(found, name) for name in rank} == rank, settings
+
+
+def test_experts_on_several_ranks_are_estimated_as_each_gathers_its_own(training: Kernel) -> None:
+    settings: dict[str, Any] = {"strategy": "fsdp", "ep": 2}
+    found = estimate(Mixture(), SHAPES[Mixture], Plan(**settings), world_size=2)
+    assert found.total < estimate(Mixture(), SHAPES[Mixture], Plan(strategy="fsdp"), world_size=2).total
+    for rank in real(training, Mixture, settings):
+        assert found.total == pytest.approx(rank.pop("total"), rel=0.1)
+        assert {name: getattr(found, name) for name in rank} == rank
 
 
 def test_the_embedding_and_the_head_are_estimated_as_they_are_gathered(training: Kernel) -> None:

@@ -49,9 +49,9 @@ ALLOWED = {
     # training code
     "train": "metrics.node plan planning",
     "train.collective": "train",
-    "train.experts": "",
+    "train.experts": "train",
     "train.structure": "plan planning train.experts",
-    "train.sequences": "train.structure",
+    "train.sequences": "train train.structure",
     "train.sharding": "train",
     "train.pipeline": "train.sharding train.structure",
     "train.loop": "metrics.allocation plan train train.collective train.pipeline train.sharding train.structure",

@@ -231,8 +231,7 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
         if plan.activation_budget is not None:
             notes.append("the activation budget is estimated as a share of the blocks; the compiler can do better")
     if plan.ep > 1:
-        notes.append("ep is not modeled: experts are counted as if all of a block were gathered on each rank")
-        plan = plan.replace(ep=1)
+        notes.append("all experts are assumed to get the same number of tokens")
     if plan.activation_offload:
         notes.append("activations are counted as if they stayed: activation_offload is not modeled")
         plan = plan.replace(activation_offload=False)
@@ -246,6 +245,8 @@ def _begin(setting: TrialSetup, notes: list[str]) -> training.State:
         state.mesh = meshes.make_mesh(plan, CPU)  # it looks at ranks' numbers, which must be real
         if plan.cp > 1:
             state.mesh_of_sequences = meshes.make_mesh_of_sequences(plan, CPU)
+        if plan.ep > 1:
+            state.mesh_of_experts = meshes.make_mesh_of_experts(plan, CPU)
     return state
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from nbdist.base.text import counted
 from nbdist.errors import UsageError
 from nbdist.train.experts.gathered import showing_local
+from nbdist.train.trial_ranks import have_values
 
 # As transformers names them: of a module whose tokens are exchanged, and of a parameter that begins with [expert, ...].
 _EXCHANGED, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
@@ -176,10 +177,14 @@ class Exchange:
         """Call experts with the tokens of all ranks that are theirs, and return what became of this rank's."""
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen)
-        sent = torch.zeros_like(self._tokens).scatter_add_(0, chosen, torch.ones_like(chosen))
-        if torch._C._current_graph_task_id() == -1:  # else a checkpointed block is computed again
-            self._tokens += sent
-        routes = _routes(sent, self._group())
+        group = self._group()
+        if have_values(group):
+            sent = torch.zeros_like(self._tokens).scatter_add_(0, chosen, torch.ones_like(chosen))
+            if torch._C._current_graph_task_id() == -1:  # else a checkpointed block is computed again
+                self._tokens += sent
+            routes = _routes(sent, group)
+        else:
+            routes = _even_routes(chosen, group)
         tokens = _travel(hidden_states[order // top_k_index.size(-1)], routes, routes.ranks)
         computed = _computed(original, experts, tokens, routes.experts)
         back = _travel(computed, routes.reversed(), 1 / routes.ranks)
@@ -234,6 +239,13 @@ def _routes(tokens: torch.Tensor, group: dist.ProcessGroup) -> _Routes:
     own = torch.arange(sent.shape[1], device=sent.device).repeat(ranks)
     numbers = own.repeat_interleave(received.reshape(-1), output_size=sum(received_rows))
     return _Routes(group, sent_rows, received_rows, numbers)
+
+
+def _even_routes(chosen: torch.Tensor, group: dist.ProcessGroup) -> _Routes:
+    """Return the routes in an estimate, which assumes that all experts get the same number of tokens."""
+    ranks, rows = dist.get_world_size(group), len(chosen)
+    to_each = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    return _Routes(group, to_each, to_each, torch.zeros_like(chosen))
 
 
 class _Travel(torch.autograd.Function):

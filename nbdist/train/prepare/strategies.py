@@ -40,7 +40,8 @@ from nbdist.train.structure.blocks import (
 )
 from nbdist.train.structure.quantized import is_wrapper
 from nbdist.train.structure.shadow import restore, shadow
-from nbdist.train.structure.shared_batch import SharedBatch, have_values
+from nbdist.train.structure.shared_batch import SharedBatch
+from nbdist.train.trial_ranks import have_values
 
 
 def strategy_in_effect(plan: Plan) -> Strategy:

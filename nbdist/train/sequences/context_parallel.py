@@ -21,7 +21,8 @@ from nbdist.base.text import counted
 from nbdist.errors import UsageError
 from nbdist.train.sequences.sequence_parts import sum_of_losses
 from nbdist.train.structure.shadow import shadow
-from nbdist.train.structure.shared_batch import SharedBatch, have_values
+from nbdist.train.structure.shared_batch import SharedBatch
+from nbdist.train.trial_ranks import have_values
 
 _LAYERS = {"full_attention", "sliding_attention", "dense", "sparse", "mlp", "moe"}  # others mix tokens in other ways
 _UNDIVIDED_LOSS = (

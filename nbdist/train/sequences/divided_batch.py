@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from nbdist.errors import UsageError
 from nbdist.train.sequences.divided_attention import SequenceLayout
 from nbdist.train.sequences.sequence_parts import order_of
-from nbdist.train.structure.shared_batch import have_values
+from nbdist.train.trial_ranks import have_values
 
 _NO_LABEL = -100
 _FILL = {"shift_labels": _NO_LABEL}  # of tokens that are added; 0 for all else

@@ -9,16 +9,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbdist.base import trees
 from nbdist.errors import UsageError
-
-
-def have_values(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether tensors have values: in an estimate, whose ranks are no processes, they have none."""
-    return dist.get_backend(group) != "fake"
 
 
 class SharedBatch:

@@ -166,7 +166,7 @@ def _refuse_with_pp(plan: Settings) -> None:
     _refuse_beside(
         plan,
         "pp",
-        tp="layers of stages are not divided yet",
+        loss_parallel="the last stage computes the loss of micro-batches by itself",
         cp="sequences are not divided between stages yet",
         ep="experts of stages are not divided yet",
         compile="stages are not compiled yet",

@@ -16,6 +16,7 @@ IMPORTS = (
     "call = nbdist.get_session().call"
 )
 PP = "Plan('fsdp', pp=2)"
+BOTH = "Plan('fsdp', pp=2, tp=2)"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,19 @@ def test_four_ranks_train_as_one_process_does(four: Kernel, kind: str, plan: str
     assert trains_alike(four, f"{kind!r}, {plan}")
 
 
+@pytest.mark.parametrize("more", ["", ", sequence_parallel=True", ", activation_checkpointing='full'"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied"])
+def test_stages_whose_layers_are_divided_train_as_one_process_does(four: Kernel, kind: str, more: str) -> None:
+    assert trains_alike(four, f"{kind!r}, Plan('fsdp', pp=2, tp=2{more})")
+
+
+def test_a_checkpoint_of_stages_whose_layers_are_divided_fits_whole_models(four: Kernel, tmp_path: Path) -> None:
+    for number, (saved, loaded) in enumerate([(BOTH, "Plan('fsdp')"), ("Plan('fsdp')", BOTH), (PP, BOTH)]):
+        arguments = f"{saved}, {loaded}, {str(tmp_path / str(number))!r}"
+        assert max(on_ranks(four, "distance_after_loading", arguments)) < 1e-12
+    assert max(on_ranks(four, "distance_of_saved_model", f"'llama tied', {BOTH}, {str(tmp_path / 'saved')!r}")) == 0
+
+
 def test_a_window_of_batches_has_the_mean_of_their_gradients(two: Kernel) -> None:
     assert trains_alike(two, "'llama', Plan('fsdp', pp=2, pp_micro_batches=2, accumulate=2)")
 
@@ -97,13 +111,15 @@ def test_weights_are_saved_and_loaded_under_the_names_of_the_whole_model(two: Ke
 
 
 def test_each_sample_counts_once(four: Kernel) -> None:
-    assert on_ranks(four, "samples_seen", f"{PP}, 13") == [list(range(13))] * 4
+    for plan in (PP, BOTH):
+        assert on_ranks(four, "samples_seen", f"{plan}, 13") == [list(range(13))] * 4
 
 
 def test_stages_are_the_outermost_dimension_of_the_mesh(four: Kernel) -> None:
     found = on_ranks(four, "mesh_of", PP)
     assert [names for names, _ in found] == [("pp", "dp_shard")] * 4
     assert [ranks for _, ranks in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert on_ranks(four, "mesh_of", BOTH)[0] == (("pp", "dp_shard", "tp"), [0, 2])
 
 
 def test_rows_that_can_not_be_divided_are_refused_in_the_first_batch(two: Kernel) -> None:

@@ -69,8 +69,10 @@ def distance_from_one_process(kind: Kind, plan: Plan, fused: bool = False) -> tu
     plan = plan.replace(clip_grad_norm=CLIP)
     model = make(kind)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
-    uneven = plan.accumulate == 1 and plan.pp == dist.get_world_size()  # else one process has the mean of other means
-    loader: Any = batches(SEQUENCES // 2 * plan.pp // dist.get_world_size() // plan.accumulate, uneven)
+    uneven = (
+        plan.accumulate == 1 and plan.pp * plan.tp == dist.get_world_size()
+    )  # else one process has the mean of other means
+    loader: Any = batches(SEQUENCES // 2 * plan.pp * plan.tp // dist.get_world_size() // plan.accumulate, uneven)
     model, optimizer, loader = nbdist.prepare(model, optimizer, loader, plan=plan)
     losses = []
     for batch in loader:

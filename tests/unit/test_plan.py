@@ -205,7 +205,7 @@ def test_a_plan_needs_no_torch() -> None:
         ),
         ({"strategy": "fsdp", "tp": 2, "offload": True}, "tp (2) excludes offload (True)"),
         ({"pp": 2}, "Set pp to 1, or strategy to 'fsdp'"),
-        ({"strategy": "fsdp", "pp": 2, "tp": 2}, "pp (2) excludes tp (2)"),
+        ({"strategy": "fsdp", "pp": 2, "tp": 2, "loss_parallel": True}, "pp (2) excludes loss_parallel (True)"),
         ({"strategy": "fsdp", "pp": 2, "cp": 2}, "pp (2) excludes cp (2)"),
         ({"strategy": "fsdp", "pp": 2, "compile": True}, "pp (2) excludes compile (True)"),
         ({"strategy": "fsdp", "pp": 2, "dispatch": True}, "pp (2) excludes dispatch (True)"),

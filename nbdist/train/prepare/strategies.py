@@ -159,6 +159,7 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     model = _with_other_layers(model, plan, state.device)
     if plan.cp > 1:
         _divide_sequences(model, state)
+    styles = tensor_parallel.styles_of(model) if plan.tp > 1 else {}  # of the whole model, so that ties are seen
     if plan.pp > 1:
         _cut(model, state)
     blocks = _blocks_of(model, plan)
@@ -169,7 +170,7 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
         offload=plan.activation_offload,
     )
     if strategy in ("fsdp", "hsdp"):
-        distributed = _shard(model, blocks, state, weights)
+        distributed = _shard(model, blocks, state, styles, weights)
     else:
         precision.autocast_forward(model, plan, state.device)
         if weights is None:
@@ -319,7 +320,9 @@ def _refuse_broken_hook() -> None:
 # --- FSDP2
 
 
-def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: Fitting | None) -> nn.Module:
+def _shard(
+    model: nn.Module, found: Sequence[nn.Module], state: State, styles: Mapping[str, str], weights: Fitting | None
+) -> nn.Module:
     """Shard block by block, so that no more than one block is whole at a time beyond what the model has outside.
 
     With weights what is on the meta device is sharded there, and only shards get storage.
@@ -333,7 +336,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         compile_blocks(model, found, _compile_options(plan))
     block_policy, root_policy = precision.fsdp_policies(plan)
     options: dict[str, Any] = {"mesh": over_data(mesh)}
-    divide = _division(model, found, state)
+    divide = _division(model, found, state, styles)
     if plan.reshard is not None:
         options["reshard_after_forward"] = plan.reshard
     if plan.pp > 1:  # between micro-batches parameters stay gathered, and hidden states in their type
@@ -363,7 +366,7 @@ def _shard(model: nn.Module, found: Sequence[nn.Module], state: State, weights: 
         give_storage(model, device, parameters_on=torch.device("cpu") if plan.offload else None)
         weights.fill(model)
     _prefetch([*embeddings, *blocks, *head[:1]], plan.prefetch)
-    if plan.tp > 1 and plan.cp == 1 and have_values():
+    if plan.tp > 1 and plan.cp == plan.pp == 1 and have_values():  # else another watches
         SharedBatch("layers", training.batch_ranks, gather).watch(model)
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
@@ -405,12 +408,11 @@ def _shard_experts(
 
 
 def _division(
-    model: nn.Module, blocks: Sequence[nn.Module], state: State
+    model: nn.Module, blocks: Sequence[nn.Module], state: State, styles: Mapping[str, str]
 ) -> Callable[[Sequence[nn.Module], Sequence[nn.Module]], None]:
     """Return what divides modules as `tp` says, which may be all of the model's, or some after others."""
     if state.plan.tp == 1:
         return lambda modules, gathered: None
-    styles = tensor_parallel.styles_of(model)
     names = {module: name for name, module in model.named_modules()}
     tied = tensor_parallel.ties(model)
     others = divided_loss.divide_loss(model) if state.plan.loss_parallel else {}

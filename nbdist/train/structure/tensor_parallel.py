@@ -205,6 +205,8 @@ def divide(
         others: What stands for the styles of some modules.
     """
     for name, module in modules:
+        if next(module.parameters(recurse=False), None) is None:
+            continue
         if name in others:
             parallelize_module(module, mesh, others[name], src_data_rank=None)
         elif styles.get(name) == divided_experts.STYLE:
@@ -214,7 +216,7 @@ def divide(
             parallelize_module(module, mesh, STYLES[styles[name]][0](), src_data_rank=None)
             if module in returned or isinstance(module, nn.Embedding):  # compiled blocks read results that are there
                 module.register_forward_hook(_take_apart)
-        elif next(module.parameters(recurse=False), None) is not None:
+        else:
             parallelize_module(module, mesh, Whole(Replicate()), src_data_rank=None)
 
 

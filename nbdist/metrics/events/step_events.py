@@ -1,22 +1,33 @@
 """When an optimizer's step begins and ends: the one place that hooks every step, for all who want to know.
 
 A step is an outermost call of `Optimizer.step` in one thread, outside of backward passes. What GradScaler skips is
-none; a call inside another one, as of wrapped and inherited optimizers, is part of it. Independent of cells or time.
+none; a call inside another one, as of wrapped and inherited optimizers, is part of it. An engine's step is one, too:
+DeepSpeed's calls its optimizer once for each group of parameters, and exchanges what they have become behind that.
+Independent of cells or time.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
+
+from nbdist.base.imports import after_import
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Heard = Callable[["Optimizer"], object]
+
+# Methods of engines that make one step, whatever optimizers they call, by module and class.
+_ENGINES = {
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "step",
+    ("deepspeed.runtime.pipe.engine", "PipelineEngine"): "train_batch",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +55,7 @@ class StepEvents:
         self._over: list[Callable[[], object]] = []
         self._handles: list[Any] = []
         self._see_compiled = False  # the hooks that are installed
+        self._engine: FrameType | None = None  # in which an engine makes a step
 
     def listen(
         self,
@@ -91,6 +103,19 @@ class StepEvents:
         self._stack.clear()
         self.frame = None
 
+    def as_one(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what makes one step of an engine, or gathers gradients only; what optimizers do inside is part of it."""
+        if self._engine is not None:
+            return make(*args, **kwargs)
+        self._engine = sys._getframe()
+        try:
+            result = make(*args, **kwargs)
+        finally:
+            self._engine = None
+        if self._stack and self.frame is sys._getframe():
+            self._end(self._stack[0])
+        return result
+
     def _arrange(self) -> None:
         """Have the hooks that the listeners of now need; a step that is under way goes on with those it had."""
         self._before = [one.before for one in self._listeners if one.before is not None]
@@ -110,6 +135,7 @@ class StepEvents:
         before, after = self._hooks(see_compiled)
         self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         self._see_compiled = see_compiled
+        _watch_engines()
 
     def _hooks(self, see_compiled: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return what torch calls before and after each step. Kept tight: it runs in every step of every cell."""
@@ -127,7 +153,7 @@ class StepEvents:
             if not stack:
                 for call in self._before:
                     call(optimizer)
-                self.frame = caller(1)
+                self.frame = self._engine or caller(1)
             stack.append(optimizer)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -135,17 +161,21 @@ class StepEvents:
                 return
             if (len(stack) != 1 or stack[0] is not optimizer) and not self._ends_outermost(optimizer):
                 return
-            for call in self._after:
-                call(optimizer)
-            stack.clear()
-            self.frame = None
-            for done in self._over:
-                done()
+            if self._engine is None:
+                self._end(optimizer)
 
         if see_compiled:
             for hook in (before, after):
                 hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # traced, they'd be compiled each step
         return before, after
+
+    def _end(self, optimizer: Optimizer) -> None:
+        for call in self._after:
+            call(optimizer)
+        self._stack.clear()
+        self.frame = None
+        for done in self._over:
+            done()
 
     def _ends_outermost(self, optimizer: Optimizer) -> bool:
         """Return whether the outermost step ends with this one. Optimizers that wrap others step in a step."""
@@ -163,6 +193,30 @@ _by_thread: dict[int, StepEvents] = {}
 def of_this_thread() -> StepEvents:
     """Return the steps of the thread that calls it: always the same."""
     return _by_thread.setdefault(threading.get_ident(), StepEvents())
+
+
+@functools.cache
+def _watch_engines() -> None:
+    """Have the engines of libraries make steps that are whole, once these are imported."""
+    for module, _ in _ENGINES:
+        after_import(module, _watch_engine)
+
+
+def _watch_engine(module: ModuleType) -> None:
+    for (place, name), method in _ENGINES.items():
+        kind = getattr(module, name, None) if module.__name__ == place else None
+        make = getattr(kind, method, None)
+        if make is not None:
+            setattr(kind, method, _whole(make))
+
+
+def _whole(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        events = _by_thread.get(threading.get_ident())
+        return make(*args, **kwargs) if events is None else events.as_one(make, *args, **kwargs)
+
+    return whole
 
 
 def missing() -> str:

@@ -24,6 +24,7 @@ from nbdist.train.checkpoint.weights import ModelTensors, fit, give_storage, set
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages
 from nbdist.train.pipeline.stages import Stages, stages_of
+from nbdist.train.sharding.zero import refuse_overruled, refuse_partitioned
 from nbdist.train.state import current, default_device, rank
 
 
@@ -75,6 +76,7 @@ def save_model(
 def _save(model: nn.Module, target: Path, max_shard_size: int | str, metadata: Mapping[str, str] | None) -> Path:
     draft: ModelDraft | None = None
     with agreement.together():
+        refuse_partitioned("save_model", model.parameters())
         weights = ModelTensors.of(model)
         _refuse_meta(weights)
         tensors = _of_all_stages(model, weights.tensors)
@@ -115,6 +117,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, limit: float
     source = Path(folder)
     meeting.meet("load_model", {"folder": str(source)}, limit)
     with agreement.together():
+        refuse_overruled("load_model", model.parameters())
         fitting = fit(model, SafetensorsFiles(ModelFolder(source)), str(source))
         set_buffers(model, default_device())
         give_storage(model, default_device())

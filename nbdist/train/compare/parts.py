@@ -23,6 +23,7 @@ from nbdist.train.collective.participants import refuse_partial
 from nbdist.train.compare.prepared import prepared_objects
 from nbdist.train.loop.averages import averages_of
 from nbdist.train.sharding.shards import gather_again
+from nbdist.train.sharding.zero import refuse_overruled, refuse_partitioned
 
 _CHUNK = 64 << 20  # bytes that are hashed or sent at once
 _BASIC = (bool, int, float, complex, str, bytes, type(None))
@@ -313,14 +314,18 @@ def _parts(function: str, objects: Sequence[Any]) -> list[Argument]:
 
 
 def _part(function: str, thing: Any, label: str, parameters: Mapping[int, str], alone: bool) -> Argument:
+    refuse = refuse_overruled if function == "sync" else refuse_partitioned
     if isinstance(thing, torch.nn.Module):
+        refuse(function, thing.parameters())
         return _Tensors(label, _of_module(thing, "" if alone else f"{label}."))
     if isinstance(thing, torch.Tensor):
+        refuse(function, [thing])
         return _Tensors(label, {label: ("parameter", thing)})
     if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
         return _State(label, thing, _numbered(thing, parameters))
     tensors = dict(thing) if isinstance(thing, Mapping) else dict(enumerate(thing)) if _iterable(thing) else {}
     if tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        refuse(function, tensors.values())
         return _Tensors(label, {f"{label}.{key}": ("parameter", tensor) for key, tensor in tensors.items()})
     raise UsageError(
         f"{function} can't handle {type(thing).__name__!r} objects: give it models, tensors, "
@@ -364,8 +369,9 @@ def _numbered(thing: Any, parameters: Mapping[int, str]) -> dict[str, str]:
 
 _SHARDED_OTHERWISE = {
     "FullyShardedDataParallel": "use torch.distributed.fsdp.fully_shard instead, or load a checkpoint",
-    "DeepSpeedEngine": "load a checkpoint: engine.load_checkpoint(...)",
+    "DeepSpeedEngine": "compare engine.module, or load a checkpoint: engine.load_checkpoint(...)",
     "DeepSpeedZeroOptimizer": "load a checkpoint: engine.load_checkpoint(...)",
+    "DeepSpeedZeroOptimizer_Stage3": "load a checkpoint: engine.load_checkpoint(...)",
     "ZeroRedundancyOptimizer": "load a checkpoint",
 }
 

@@ -27,6 +27,7 @@ from nbdist.train.loop import precision
 from nbdist.train.prepare.meshes import mesh_of, mesh_of_experts, mesh_of_sequences, over_data, shards_of_experts
 from nbdist.train.sharding.materialize import Materializer, refuse_without_initializer, take_from_rank_0
 from nbdist.train.sharding.outside_calls import let_in, refuse_unknown_methods
+from nbdist.train.sharding.zero import refuse_overruled
 from nbdist.train.state import State
 from nbdist.train.structure import divided_loss, float8, tensor_parallel
 from nbdist.train.structure.activations import keep_less
@@ -57,6 +58,7 @@ def refuse_wrapped(model: nn.Module, plan: Plan) -> None:
     Raises:
         UsageError: The model is wrapped or sharded already. The text says what to give instead.
     """
+    refuse_overruled("prepare", model.parameters())
     if plan.strategy == "none":
         return
     if isinstance(model, DistributedDataParallel):

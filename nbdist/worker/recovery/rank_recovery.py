@@ -19,6 +19,7 @@ from nbdist.wire.messages.rank_processes import RankSetup
 from nbdist.wire.questions.question import Question
 from nbdist.wire.questions.stopping import Forbid, Forbidden, GetState, RankState
 from nbdist.worker.control.slow_questions import Work
+from nbdist.worker.groups import deepspeed_state
 from nbdist.worker.groups.default_group import DefaultGroup
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.groups.resized_groups import ResizedGroups
@@ -140,6 +141,10 @@ class RankRecovery:
                 )
         except Exception as error:  # the ranks live on, and the user is told
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not task.serial:  # a heal: another rank has come
+            deepspeed_state.forget_ranks()
+        elif task.stale or task.regroup:
+            deepspeed_state.forget_groups()
         self._collectives.lose(task.lost, task.dead)
         if failure or task.lost:
             self._collectives.drop_stand_ins(failure or "a rank has died")

@@ -12,7 +12,7 @@ from typing import Any
 from nbdist.train import active_training
 from nbdist.wire.messages.healing import Resize
 from nbdist.wire.messages.rank_processes import RankSetup, renumbered
-from nbdist.worker.groups import accelerate_state, join
+from nbdist.worker.groups import accelerate_state, deepspeed_state, join
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.groups.resized_groups import ResizedGroups, resize_groups
 from nbdist.worker.recovery import reset_models
@@ -41,6 +41,7 @@ def take_post(setup: RankSetup, order: Resize, names: MutableMapping[str, Any]) 
         if names.get(name) == getattr(setup, name):
             names[name] = getattr(now, name)
     accelerate_state.renumber(now.rank, now.local_rank, now.world_size)
+    deepspeed_state.forget_ranks()
     return now
 
 

@@ -109,10 +109,12 @@ require_python() {
 
 install_project() {
     local pip=("$python" "${pip_install[@]}" --constraint "$constraints")
-    # hatchling builds nbdist; otherwise pip would install one that no constraint pins.
+    # hatchling builds nbdist; otherwise pip would install one that no constraint pins. setuptools builds DeepSpeed, and
+    # from 70.1 on makes wheels by itself.
     step "installing $pytorch (the largest download: 0.2 GB for CPUs, 3 GB for GPUs)" \
-        "${pip[@]}" torch hatchling editables || show_log_and_die
-    step "installing nbdist and the tools for tests and demo" \
+        "${pip[@]}" torch hatchling editables "setuptools>=70.1" || show_log_and_die
+    # DeepSpeed comes as source: with these it is built without CUDA's compiler, which a machine with GPUs may lack.
+    step "installing nbdist and the tools for tests and demo" env DS_ACCELERATOR=cpu DS_BUILD_OPS=0 \
         "${pip[@]}" --no-build-isolation --editable "$root[dev]" || show_log_and_die
 }
 

@@ -85,6 +85,7 @@ from .train.loop.loop import optimizer_step_was_skipped as optimizer_step_was_sk
 from .train.loop.loop import sync_gradients as sync_gradients
 from .train.loop.loop import unwrap as unwrap
 from .train.loop.precision import autocast as autocast
+from .train.prepare.chosen_plan import set_plan as set_plan
 from .train.prepare.environment import set_seed as set_seed
 from .train.prepare.meshes import mesh as mesh
 from .train.prepare.prepare import prepare as prepare

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from nbdist.errors import SessionError, UsageError
 
@@ -62,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     stop.add_argument("--all", action="store_true", help="end all of your sessions on this machine")
     stop.set_defaults(run=_stop)
+    export = verbs.add_parser("export", help="write a notebook as a script for torchrun")
+    export.add_argument("notebook", metavar="NOTEBOOK.ipynb")
+    export.add_argument("script", metavar="SCRIPT.py", help="where to write it")
+    export.add_argument("--as-run", action="store_true", help="in the order in which the cells were run last")
+    export.add_argument("--sbatch", action="store_true", help="also write a batch script for Slurm: SCRIPT.sbatch")
+    export.add_argument("--force", action="store_true", help="overwrite existing files")
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -94,6 +102,18 @@ def _stop(parsed: argparse.Namespace) -> int:
         raise UsageError("name the sessions to end, as shown by `nbdist ls`, or pass --all")
     for name in stop(parsed.names):
         print(f"session {name} has ended")
+    return 0
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from nbdist.export.exporting import export
+
+    done = export(
+        Path(parsed.notebook), Path(parsed.script), as_run=parsed.as_run, sbatch=parsed.sbatch, force=parsed.force
+    )
+    for note in done.notes:
+        print(note, file=sys.stderr)
+    print(f"wrote {' and '.join(map(str, done.files))}. Run it with: {done.command}")
     return 0
 
 

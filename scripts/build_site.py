@@ -35,6 +35,7 @@ CHAPTERS = {
         "attach",
         "measures",
         "guests",
+        "scripts",
         "jupyterlab",
         "front_ends",
         "cuda_guard",

@@ -110,6 +110,9 @@ ALLOWED = {
     "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
     "client.reports client.requests client.session client.start cuda_guard lab metrics.allocation metrics.node panel "
     "plan planning shells train.estimate wire.pages wire.questions",
+    # a notebook without its kernel
+    "export.source": "",
+    "export": "client.costs client.magic_lines client.magics export.source plan planning",
     "launch": "client.base client.ranks client.start devices train transfer wire.messages wire.processes worker.cell",
     "launch.nodes": "client.output client.ranks client.reports launch shells transfer wire.messages",
     # it forks in the template's place
@@ -119,7 +122,7 @@ ALLOWED = {
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
     # the command line
-    "command": "client.magics cluster visits wire.processes",
+    "command": "client.magics cluster export visits wire.processes",
     "__main__": "command",
 }
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,17 @@ def export(notebook: Path, *flags: str) -> tuple[Path, str]:
 
 
 def torchrun(script: Path, count: int) -> str:
-    """Run a script on CPU ranks, and return what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", script.name]
+    """Run a script on CPU ranks, and return what they printed, one rank after the other."""
+    logs = Path(tempfile.mkdtemp(dir=script.parent))  # as lines of ranks that share a pipe mix
+    options = ["--standalone", f"--nproc-per-node={count}", f"--log-dir={logs}", "--redirects=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, script.name]
     environment = os.environ | {"MPLBACKEND": "agg", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    (attempt,) = logs.glob("*/attempt_0")
+    return "".join((attempt / str(rank) / "stdout.log").read_text() for rank in range(count))
 
 
 def bits(text: str) -> list[str]:
@@ -152,7 +156,11 @@ def test_a_single_process_runs_it_too(odd: Path) -> None:
 
 
 def test_a_batch_script_runs_the_script_on_the_nodes_of_a_job(tmp_path: Path) -> None:
-    notebook = write(tmp_path / "job.ipynb", "%load_ext nbdist\n%distributed start -n 2", "%%distributed\nprint(rank)")
+    notebook = write(
+        tmp_path / "job.ipynb",
+        "%load_ext nbdist\n%distributed start -n 2",
+        "%%distributed\nprint(f'{rank}\\n', end='')",
+    )
     script, _ = export(notebook, "--sbatch")
     programs = {
         "srun": 'exec "$@"',

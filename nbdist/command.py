@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbdist.errors import SessionError, UsageError
+from nbdist.errors import PackageError, SessionError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,12 +20,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parsed = _parser().parse_args(arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    typed, for_script = _divided(typed)
+    parsed = _parser().parse_args(typed)
+    if for_script:
+        if parsed.run is not _run:
+            print("nbdist: only `nbdist run SCRIPT.py` takes arguments after --", file=sys.stderr)
+            return 2
+        parsed.arguments = for_script
     try:
         return int(parsed.run(parsed))
-    except (UsageError, SessionError) as error:
+    except (PackageError, UsageError, SessionError) as error:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2
+
+
+def _divided(typed: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is for nbdist, and what stands after `--`, for the script."""
+    if "--" not in typed:
+        return typed, []
+    place = typed.index("--")
+    return typed[:place], typed[place + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +85,21 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--sbatch", action="store_true", help="also write a batch script for Slurm: SCRIPT.sbatch")
     export.add_argument("--force", action="store_true", help="overwrite existing files")
     export.set_defaults(run=_export)
+    run = verbs.add_parser("run", help="run a script on ranks, or a notebook from top to end")
+    run.add_argument("file", metavar="SCRIPT.py|NOTEBOOK.ipynb")
+    run.add_argument("output", metavar="OUT.ipynb", nargs="?", help="where to save the notebook with its outputs")
+    run.add_argument("-n", "--num-processes", type=int, metavar="N", help="number of ranks (default: one per GPU)")
+    run.add_argument(
+        "-p",
+        "--parameters",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="set a variable of the notebook's cell tagged `parameters`",
+    )
+    run.add_argument("--force", action="store_true", help="overwrite OUT.ipynb")
+    run.set_defaults(run=_run, arguments=[])
     return parser
 
 
@@ -115,6 +145,22 @@ def _export(parsed: argparse.Namespace) -> int:
         print(note, file=sys.stderr)
     print(f"wrote {' and '.join(map(str, done.files))}. Run it with: {done.command}")
     return 0
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from nbdist.program import run_notebook, run_script
+
+    file = Path(parsed.file)
+    if file.suffix != ".ipynb":
+        if parsed.output or parsed.parameters:
+            raise UsageError(
+                f"{file} is a script: pass its arguments after --, as in `nbdist run {file} -n 2 -- --lr 0.1`"
+            )
+        return run_script.run(file, parsed.arguments, parsed.num_processes)
+    if parsed.arguments:
+        raise UsageError("a notebook takes parameters, not arguments after --: `-p lr 0.1`")
+    output = Path(parsed.output or file.with_name(f"{file.stem}.out.ipynb"))
+    return run_notebook.run(file, output, dict(parsed.parameters), parsed.num_processes, force=parsed.force)
 
 
 def _examine(parsed: argparse.Namespace) -> int:

@@ -75,6 +75,10 @@ if "RANK" in os.environ:
 else:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 """
+_END = """if dist.is_initialized():
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()  # what holds the group: gloo's threads have to end before Python does"""
 _BACKEND = '"cpu:gloo,cuda:nccl" if gpus >= local_world_size else "gloo"'
 
 
@@ -93,7 +97,7 @@ def script_text(draft: ScriptDraft, notebook: str, script: str, remarks: list[st
         parts.append(_imports(draft.modules | ({"nbdist"} & draft.helpers), needs_torch=False))
         parts += [text for name, text in _HELPERS.items() if name == "show" and name in draft.helpers]
         return _joined([*parts, *draft.blocks])
-    modules = draft.modules | {"os"}
+    modules = draft.modules | {"gc", "os"}
     if any(_USES_NBDIST.search(block) for block in draft.blocks):
         modules.add("nbdist")
     modules |= {module for name in draft.helpers for module in _NEEDS.get(name, set())}
@@ -101,7 +105,7 @@ def script_text(draft: ScriptDraft, notebook: str, script: str, remarks: list[st
     group = _GROUP.format(backend=repr(start.backend) if start.backend else _BACKEND) if start.init else ""
     parts.append(_PLACE.strip("\n") + "\n" + group)
     parts += [f"\n{text.strip()}\n" for name, text in _HELPERS.items() if name in draft.helpers]
-    end = ["if dist.is_initialized():\n    dist.destroy_process_group()"]
+    end = [_END]
     return _joined([*parts, *draft.blocks, "# %% the end\n" + end[0]])
 
 

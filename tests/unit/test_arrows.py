@@ -119,10 +119,12 @@ ALLOWED = {
     "launch.fork": "agent.forks client.ranks cuda_guard launch transfer wire.messages wire.processes worker "
     "worker.processes",
     "launcher": "client.session client.start cuda_guard launch launch.fork launch.nodes shells transfer",
+    # from beginning to end, without a notebook's page
+    "program": "export.source launcher metrics metrics.node",
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
     # the command line
-    "command": "client.magics cluster export visits wire.processes",
+    "command": "client.magics cluster export program visits wire.processes",
     "__main__": "command",
 }
 

@@ -1,0 +1,67 @@
+"""Runs a script on ranks of this machine, as torchrun does, with output by rank and the first failure first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nbdist.base.text import counted, duration, size
+from nbdist.errors import LaunchError, UsageError
+from nbdist.launcher import notebook_launcher
+from nbdist.program.ends import exit_code, terminable
+from nbdist.program.on_rank import ProgramCosts, run_program
+
+
+def run(script: Path, arguments: Sequence[str], count: int | None) -> int:
+    """Run a script on ranks, and print what they spent.
+
+    Args:
+        script: The script.
+        arguments: What it finds in `sys.argv`.
+        count: Number of ranks; None: one for each GPU.
+
+    Returns:
+        The exit code: 0, 1 if a rank failed, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        UsageError: There is no such file, or the number of ranks is invalid. Nothing was started.
+    """
+    if not script.is_file():
+        raise UsageError(f"there is no file {script}: pass the path of a script or notebook")
+    try:
+        with terminable():
+            found = notebook_launcher(_named(script, arguments), (), count, start_method="warm")
+    except LaunchError as error:
+        print("\n".join([f"nbdist: {error}", *error.__notes__]), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        print("nbdist: interrupted; all ranks have ended", file=sys.stderr)
+        return exit_code(interrupt)
+    print(summary([each for each in found if isinstance(each, ProgramCosts)]))
+    return 0
+
+
+def _named(script: Path, arguments: Sequence[str]) -> Callable[[], ProgramCosts]:
+    """Return what ranks call, under the name that messages show."""
+    path, given = str(script), list(arguments)
+
+    def program() -> ProgramCosts:
+        return run_program(path, given)
+
+    program.__name__ = script.name
+    return program
+
+
+def summary(spent: Sequence[ProgramCosts]) -> str:
+    """Return a line on what the ranks needed: time, memory, steps."""
+    parts = [f"{counted(len(spent), 'rank')}, {duration(max(each.seconds for each in spent))}"]
+    for kind, peaks in (("CPU", [each.host for each in spent]), ("GPU", [each.device for each in spent])):
+        if any(peaks):
+            largest = max(peaks)
+            parts.append(f"{kind} memory at most {size(largest)} (rank {peaks.index(largest)})")
+    stepping = [each for each in spent if each.steps and each.step]
+    if stepping:
+        slowest = max(stepping, key=lambda each: each.step)
+        parts.append(f"{counted(slowest.steps, 'step')}, {duration(slowest.step)} each")
+    return "; ".join(parts)

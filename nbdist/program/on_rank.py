@@ -1,4 +1,4 @@
-"""What a rank does for `nbdist run script.py`: runs the file as the main program, and tells what it needed."""
+"""What a rank does for `nbdist run` with a script: runs it as the main program, and returns what it needed."""
 
 from __future__ import annotations
 

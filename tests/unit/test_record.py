@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nbdist.worker.groups import flight_record
 from nbdist.worker.groups.flight_record import Record, parse
-from testbed.kernel import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def dump(**backends: tuple[int, int]) -> str:
@@ -73,9 +76,16 @@ def test_nor_when_torch_notes_only_afterwards_that_one_had_ended_before(monkeypa
 @pytest.mark.torch_private
 @pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="torch 2.8 records nothing of gloo")
 def test_torch_has_what_is_read() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        dist.barrier()
-        wait_until(lambda: Record().unfinished() == {}, "the barrier's end in the record")  # noted by another thread
-    finally:
-        dist.destroy_process_group()
+    """In a process of its own: groups that other tests have left stay in the record."""
+    code = """
+import torch.distributed as dist
+from nbdist.worker.groups.flight_record import Record
+from testbed.kernel import wait_until
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+wait_until(lambda: Record().unfinished() == {}, "the end of the barrier in the record")  # another thread notes it
+dist.destroy_process_group()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -113,6 +113,17 @@ def split_commas(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def number_or_text(text: str) -> int | float | str:
+    """Return the finite number that a text is, else the text."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else text
+    return text
+
+
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
     """Aligned columns; numbers to the right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]

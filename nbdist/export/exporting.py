@@ -50,7 +50,10 @@ def export(
     texts = [script_text(draft, notebook.name, script.name, remarks)]
     if sbatch:
         if draft.start is None:
-            raise UsageError(f"{notebook} starts no ranks with `%distributed start`, so there is nothing to submit")
+            raise UsageError(
+                f"{notebook} starts no ranks with `%distributed start`, so there is nothing to submit: "
+                "leave out --sbatch"
+            )
         texts.append(batch_text(draft.start, script.name, batch.name))
     for file, text in zip(files, texts, strict=True):
         try:

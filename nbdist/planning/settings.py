@@ -53,6 +53,12 @@ def _setting(default: Any, kind: Kind, group: str, help: str, *, positional: boo
     return field(default=default, metadata={"setting": setting}, kw_only=not positional)
 
 
+def _with_tp(help: str, tell: str) -> Any:
+    """Return a field for what ranks that divide layers may divide as well."""
+    why = "the other strategies need each layer whole"
+    return _setting(False, Switch(), _FSDP, help, why=why, part_of="tp", is_on=lambda tp: tp > 1, tell=tell)
+
+
 # --- what is told of settings that are set
 
 
@@ -499,25 +505,13 @@ class Settings:
             f"each layer is divided among {plan.tp} ranks with neighboring numbers, which get the same batch"
         ),
     )
-    sequence_parallel: bool = _setting(
-        False,
-        Switch(),
-        _FSDP,
+    sequence_parallel: bool = _with_tp(
         "between divided layers, each rank computes some of the tokens",
-        why="the other strategies need each layer whole",
-        part_of="tp",
-        is_on=lambda tp: tp > 1,
-        tell="between divided layers, each rank computes and keeps some of the tokens",
+        "between divided layers, each rank computes and keeps some of the tokens",
     )
-    loss_parallel: bool = _setting(
-        False,
-        Switch(),
-        _FSDP,
+    loss_parallel: bool = _with_tp(
         "each rank computes the loss of its part of the vocabulary",
-        why="the other strategies need each layer whole",
-        part_of="tp",
-        is_on=lambda tp: tp > 1,
-        tell="each rank computes the loss of its part of the vocabulary, and logits are not gathered",
+        "each rank computes the loss of its part of the vocabulary, and logits are not gathered",
     )
     cp: int = _setting(
         1,

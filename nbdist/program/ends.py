@@ -28,5 +28,5 @@ def terminable() -> Iterator[None]:
 
 
 def exit_code(interrupt: KeyboardInterrupt) -> int:
-    """Return the exit code that tells of an interrupt, as shells have it."""
+    """Return the exit code after an interrupt, as shells have it."""
     return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nbdist.base.text import did_you_mean
+from nbdist.base.text import did_you_mean, number_or_text
 from nbdist.errors import PackageError, UsageError
 from nbdist.program.ends import exit_code, terminable
 
@@ -145,14 +145,7 @@ def _names(source: str) -> set[str]:
 def _value(text: str) -> Any:
     """Return what a typed value means: True, False, None, a number, else the text; as papermill reads it."""
     words = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
-    if text in words:
-        return words[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return words[text] if text in words else number_or_text(text)
 
 
 def _set_count(content: Any, count: int, notebook: Path) -> None:

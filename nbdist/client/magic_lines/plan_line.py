@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbdist.base.text import did_you_mean, split_commas
+from nbdist.base.text import did_you_mean, number_or_text, split_commas
 from nbdist.client.magic_lines.magic_line import MagicParser
 from nbdist.errors import UsageError
 from nbdist.plan import Plan
@@ -171,14 +171,7 @@ def _strategy(text: str) -> str:
 
 def _number(text: str) -> int | float | str | None:
     """Parse a number or None; the plan rejects anything else."""
-    if text == "none":
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return None if text == "none" else number_or_text(text)
 
 
 def _classes(text: str) -> str | tuple[str, ...] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import nn
 from nbdist.base.text import counted
 from nbdist.errors import UsageError
 from nbdist.train.pipeline.stages import Stages, TensorForm, mark
+from nbdist.train.structure.language_model import has_causal_loss, is_from_transformers
 
 _PARTS = {"embed_tokens", "layers", "norm"}  # of the model below the head, by the names of transformers' pp_plan
 
@@ -96,8 +96,7 @@ def refuse_unfit(model: nn.Module, stages: int) -> None:
 
 def _why_not(model: nn.Module) -> str:
     """Return why a model can't be cut; empty if it can."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if not is_from_transformers(model):
         return "only models of transformers say which parts they consist of"
     base, plan = _body(model), getattr(model.config, "base_model_pp_plan", None)
     if base is model or set(plan or ()) != _PARTS or any(not hasattr(base, name) for name in _PARTS):
@@ -129,7 +128,7 @@ def _computes_usual_loss(model: Any) -> bool:
     except (OSError, TypeError):
         return False
     is_usual = re.search(r"self\.loss_function\(\s*(logits=)?logits,\s*(labels=)?labels,", source) is not None
-    return is_usual and model.loss_function.__name__ == "ForCausalLMLoss"
+    return is_usual and has_causal_loss(model)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from nbdist.base.text import counted
 from nbdist.errors import UsageError
 from nbdist.train.sequences.sequence_parts import sum_of_losses
+from nbdist.train.structure.language_model import has_causal_loss, is_from_transformers
 from nbdist.train.structure.shadow import shadow
 from nbdist.train.structure.shared_batch import SharedBatch
 from nbdist.train.trial_ranks import have_values
@@ -63,15 +63,14 @@ def refuse_unfit(model: nn.Module, ranks: int, *, exchanges_heads: bool, tp: int
 
 def _why_not(model: nn.Module) -> str:
     """Return why a model's sequences can't be divided; empty if they can."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if not is_from_transformers(model):
         return "only models of transformers let nbdist replace their attention"
     if not (getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_sdpa", False)):
         return "its attention can't be replaced by transformers' AttentionInterface"
     config = model.config
     if why := _why_not_by_layers(model, config):
         return why
-    if model.loss_function.__name__ != "ForCausalLMLoss" or not _hands_on_to_loss(model):
+    if not has_causal_loss(model) or not _hands_on_to_loss(model):
         return "it does not compute its loss by transformers' ForCausalLMLoss, as loss_function(..., **kwargs)"
     if getattr(config, "output_router_logits", False):
         return "the loss that balances its experts (output_router_logits) can't be divided"

@@ -7,7 +7,6 @@ it is summed for this rank's tokens only. Independent of plans. Method: Korthika
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from nbdist.errors import UsageError
+from nbdist.train.structure.language_model import is_from_transformers
 from nbdist.train.structure.tensor_parallel import Whole, own_storage
 
 _TOKENS = 1  # the dimension of hidden states: batch, tokens, features
@@ -42,8 +42,7 @@ def refuse_unfit(model: nn.Module, blocks: Sequence[nn.Module], styles: Mapping[
 
 
 def _why_not(model: Any, blocks: Sequence[nn.Module], styles: Mapping[str, str]) -> str:
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if not is_from_transformers(model):
         return "only models of transformers call their blocks in a way that is known"
     if len({type(block) for block in blocks}) != 1:
         return f"its blocks must be of one class, and are of {len({type(block) for block in blocks})}"

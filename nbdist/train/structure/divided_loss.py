@@ -7,7 +7,6 @@ Independent of plans.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, loss_parallel
 
 from nbdist.errors import UsageError
+from nbdist.train.structure.language_model import has_causal_loss, is_from_transformers
 
 _GATHERS = ("colwise_gather_output", "colwise_rep")  # the styles of a head whose logits become whole
 
@@ -36,11 +36,10 @@ def refuse_unfit(model: nn.Module, styles: Mapping[str, str]) -> None:
         raise UsageError(f"loss_parallel can't divide the loss of {type(model).__name__}: {why}. Set it to False")
 
 
-def _why_not(model: nn.Module, styles: Mapping[str, str]) -> str:
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+def _why_not(model: Any, styles: Mapping[str, str]) -> str:
+    if not is_from_transformers(model):
         return "only models of transformers let nbdist replace their loss"
-    if model.loss_function.__name__ != "ForCausalLMLoss":
+    if not has_causal_loss(model):
         return "it does not compute its loss by transformers' ForCausalLMLoss"
     head = model.get_output_embeddings()
     if head is None or styles.get(_name_of(model, head)) not in _GATHERS:

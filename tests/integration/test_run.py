@@ -116,7 +116,8 @@ def test_a_notebook_takes_parameters_and_a_number_of_ranks(notebook: Path) -> No
     assert done.returncode == 0 and "[0-1] 2 0.5 me" in done.stdout, done.stderr
     cells = nbformat.read(notebook.parent / "out.ipynb", as_version=4).cells
     assert cells[2].source == "%%distributed\n# Parameters\nlr = 0.5\nname = 'me'"
-    assert cells[2].metadata.tags == ["injected-parameters"] and "2 0.5 me" in cells[3].outputs[0].text
+    assert cells[2].metadata.tags == ["injected-parameters"]
+    assert "2 0.5 me" in "".join(output.get("text", "") for output in cells[3].outputs)
 
 
 def test_the_output_of_a_run_can_be_run_with_other_parameters(notebook: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_notebook_that_fails_is_saved_as_far_as_it_came(notebook: Path) -> Non
     done = run("this.ipynb", "out.ipynb", "-p", "lr", "8", folder=notebook.parent)
     assert done.returncode == 1 and "rank 0 raised ValueError: a broken sample" in done.stderr
     outputs = nbformat.read(notebook.parent / "out.ipynb", as_version=4).cells[3].outputs
-    assert outputs[-1].output_type == "error"
+    assert "error" in [output.output_type for output in outputs]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

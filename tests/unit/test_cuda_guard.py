@@ -46,6 +46,7 @@ def program(folder: Path, code: str, gpus: tuple[int | None, ...] = (None,)) -> 
     (folder / "gpus.json").write_text(json.dumps(seen_by_nvml(gpus)))
     path = os.pathsep.join([str(folder), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # Lightning sets it when another test imports it
     command = [sys.executable, "-W", "error", str(file)]
     ended = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False

@@ -26,7 +26,7 @@ from nbdist.controller.base.outputlog import LastOutput, OutputLog, Part
 from nbdist.controller.base.rank_order import Rank
 from nbdist.controller.clients.client_side import ClientSide
 from nbdist.controller.clients.takeover import attached, hindrance, started_with
-from nbdist.controller.clients.visitors import Visitors, status_of
+from nbdist.controller.clients.visitors import Visitors, cells_run, status_of
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable
 from nbdist.controller.ranks.members import Members
 from nbdist.controller.ranks.rank_sets import RankSets
@@ -58,7 +58,7 @@ from nbdist.wire.processes.setup import AgentSetup, ControllerFailed, Controller
 from nbdist.wire.questions.debug_bytes import TellDebugger
 from nbdist.wire.questions.knowing import Release
 from nbdist.wire.questions.question import NoAnswer
-from nbdist.wire.questions.questions import OF_AGENTS, Answer, Ask, GetStatus, Look, WatchNodes, ask
+from nbdist.wire.questions.questions import OF_AGENTS, Answer, Ask, GetCellsRun, GetStatus, Look, WatchNodes, ask
 from nbdist.wire.questions.stopping import Enter
 
 _LONGEST_POLL = 1 << 30  # milliseconds; zmq takes no more than an int
@@ -346,6 +346,7 @@ class Controller:
             .on(Credit, self._side.paid)
             .on(Ask, self._ask)
             .on(GetStatus, lambda message: self.to_notebook(status_of(self._members, message.request)))
+            .on(GetCellsRun, lambda message: self.to_notebook(cells_run(self._members, message.request)))
             .on(ReadLog, self._read_log)
             .on(WatchNodes, self._nodes.broadcast)
             .on(Start, self._sets.start)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import errno
 import functools
 import os
 import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +81,8 @@ class Unsent:
     why: str
 
 
-def _pickle(obj: object, name: str, cuda: bool) -> _Pickler:
-    pickler = _Pickler(cuda)
+def _pickle(obj: object, name: str, cuda: bool) -> ValuePickler:
+    pickler = ValuePickler(cuda)
     try:
         pickler.dump(obj)
     except Exception as error:  # objects raise what they like when they are pickled
@@ -103,21 +105,33 @@ def unpack(parcel: Parcel) -> Any:
         return part if parcel.segments and span.size >= OWN_LIMIT else bytearray(part)
 
     storages = [(span, _new_storage(arrived(span))) for span in parcel.storages]
-    token = _arrived.set(storages)
     try:
-        return pickle.loads(arrived(parcel.pickle), buffers=map(arrived, parcel.buffers))
+        with arriving(storages):
+            return pickle.loads(arrived(parcel.pickle), buffers=map(arrived, parcel.buffers))
     except Exception as error:  # objects raise what they like when they are made again
         raise TransferError(
             f"{quoted(parcel.name)} has arrived, but can't be rebuilt in this process ({short(error)}); "
             "import or install here what it needs"
         ) from error
+
+
+@contextlib.contextmanager
+def arriving(storages: Sequence[tuple[Span, Any]]) -> Iterator[None]:
+    """Have what a ValuePickler has written find its storages meanwhile.
+
+    Args:
+        storages: In the order of their numbers; each with the part of the one before that it holds.
+    """
+    token = _arrived.set(storages)
+    try:
+        yield
     finally:
         _arrived.reset(token)
 
 
 def _pickles(obj: object, *, cuda: bool) -> bool:
     try:
-        _Pickler(cuda).dump(obj)
+        ValuePickler(cuda).dump(obj)
     except Exception:  # as above
         return False
     return True
@@ -135,7 +149,7 @@ class _Chunks(list["bytes | bytearray"]):
         return len(data)
 
 
-class _Pickler(CodePickler):
+class ValuePickler(CodePickler):
     """Cloudpickle, protocol 5, with tensor storages kept out of the stream.
 
     Args:
@@ -145,7 +159,7 @@ class _Pickler(CodePickler):
         latest: The object taken up last: after an error, the one that does not pickle.
     """
 
-    def __init__(self, cuda: bool) -> None:
+    def __init__(self, cuda: bool = True) -> None:
         self._cuda = cuda
         self.chunks = _Chunks()
         self.buffers: list[pickle.PickleBuffer] = []
@@ -155,6 +169,7 @@ class _Pickler(CodePickler):
         super().__init__(self.chunks, protocol=5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return what an object is made from again; see `pickle.Pickler`."""
         self.latest = obj
         if self._torch is not None:
             if not self._cuda and isinstance(obj, self._torch.Tensor) and obj.is_cuda:
@@ -218,7 +233,7 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
 
 # Rebuilding: the pickle stream names storages by number, and calls these functions by name.
 
-_arrived: contextvars.ContextVar[list[tuple[Span, Any]]] = contextvars.ContextVar("nbdist_arrived")
+_arrived: contextvars.ContextVar[Sequence[tuple[Span, Any]]] = contextvars.ContextVar("nbdist_arrived")
 
 
 def _torch() -> Any:
@@ -258,7 +273,7 @@ def _rebuild_tensor(
         offset, stride = 0, torch.empty(shape, device="meta").stride()
     else:
         offset = max(first - span.start, 0) // dtype.itemsize
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 

@@ -65,7 +65,7 @@ from nbdist.wire.messages.rank_processes import (
 )
 from nbdist.wire.messages.visitor_messages import Describe, Description, Follow, Followed, InterruptAll
 from nbdist.wire.processes.nodes import Invited, Join, NodeLeft, Ping, Pong, Refused, Welcome
-from nbdist.wire.questions.questions import Answer, Ask, GetStatus, Look, Status, WatchNodes
+from nbdist.wire.questions.questions import Answer, Ask, CellsRun, GetCellsRun, GetStatus, Look, Status, WatchNodes
 
 AnyMessage = (
     Hello
@@ -75,6 +75,8 @@ AnyMessage = (
     | Ask
     | GetStatus
     | Status
+    | GetCellsRun
+    | CellsRun
     | ReadLog
     | Credit
     | WidgetMessage

@@ -57,6 +57,7 @@ ALLOWED = {
     "train.loop": "metrics.allocation plan train train.collective train.pipeline train.sharding train.structure",
     "train.checkpoint": "train train.collective train.loop train.pipeline train.sharding train.structure",
     "train.compare": "train train.checkpoint train.collective train.loop train.sharding",
+    "saving": "shells train train.checkpoint train.collective transfer wire.base wire.messages",
     "train.data": "plan train train.collective",
     "train.tracking": "train train.checkpoint train.collective",
     "train.prepare": "metrics.events plan planning train train.checkpoint train.collective train.data train.loop "
@@ -97,8 +98,9 @@ ALLOWED = {
     "wire.messages wire.processes wire.questions",
     "client.requests": "client.base client.ranks client.reports metrics.allocation transfer wire.questions",
     "client.healing": "client.base client.ranks client.reports client.start train.compare wire.base wire.messages",
+    "client.saving": "client.healing client.ranks client.start saving train.checkpoint wire.messages",
     "client.session": "client.base client.healing client.output client.ranks client.reports client.requests "
-    "client.start devices plan shells visits wire.messages",
+    "client.saving client.start devices plan shells visits wire.messages",
     "client.debugger": "client.base client.ranks shells wire.messages wire.questions",
     "client.costs": "client.ranks client.reports client.session metrics metrics.advice metrics.allocation "
     "metrics.node metrics.rates shells wire.messages wire.questions",
@@ -106,7 +108,8 @@ ALLOWED = {
     "panel": "client.costs client.session metrics.allocation metrics.node shells visits wire.pages",
     "lab": "client.base client.output client.ranks client.reports client.requests client.session devices "
     "metrics.node panel shells wire.pages",
-    "client.magic_lines": "client.costs client.reports client.start cluster.engines metrics.allocation plan planning",
+    "client.magic_lines": "client.costs client.reports client.saving client.start cluster.engines "
+    "metrics.allocation plan planning",
     "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
     "client.reports client.requests client.session client.start cuda_guard lab metrics.allocation metrics.node panel "
     "plan planning shells train.estimate wire.pages wire.questions",

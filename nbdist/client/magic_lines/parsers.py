@@ -17,6 +17,7 @@ from nbdist.client.magic_lines.magic_line import (
 from nbdist.client.magic_lines.plan_line import plan_parser
 from nbdist.client.magic_lines.start_flags import add_start_flag, add_start_flags
 from nbdist.client.reports.flight import COUNT
+from nbdist.client.saving.save import KEEP
 from nbdist.metrics.allocation.memory_snapshot import EVENTS
 
 
@@ -69,6 +70,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "follow": _follow(),
         "stop": _stop(),
         "restart": _restart(),
+        "save": _save(),
         "status": _status(),
         "auto": _auto(),
         "plan": plan_parser(),
@@ -99,6 +101,25 @@ def _start() -> MagicParser:
     add_start_flags(parser)
     parser.add_argument(
         "--replace", action="store_true", help="first stop the session that is running or that a crash left behind"
+    )
+    parser.add_argument(
+        "--from",
+        dest="directory",
+        metavar="DIR",
+        help="start from what `%%distributed save DIR` has saved: its cells, its training, the names of its ranks",
+    )
+    return parser
+
+
+def _save() -> MagicParser:
+    what = "Save the session: the names of its ranks, its training and its cells. `start --from` starts from it."
+    parser = MagicParser("%distributed save", what)
+    parser.add_argument("directory", metavar="DIR", help="where saves are, on a file system that all ranks share")
+    parser.add_argument(
+        "--keep", type=number, default=KEEP, metavar="N", help=f"how many saves may stay there (default: {KEEP})"
+    )
+    parser.add_argument(
+        "--stop", action="store_true", help="first stop what ranks run: after the same step on all, if they train"
     )
     return parser
 

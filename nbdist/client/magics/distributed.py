@@ -91,6 +91,7 @@ class DistributedMagics(Magics):
             "follow": self._follow.follow,
             "stop": self._stop,
             "restart": self._restart,
+            "save": self._save,
             "status": self._status,
             "auto": self._switch_auto,
             "plan": self._plan,
@@ -298,8 +299,16 @@ class DistributedMagics(Magics):
                 )
             running.close()
         settle_previous(replace=arguments.replace, say=print)
-        self._session = Session(**start_keywords(arguments), progress=show_progress)
-        print(_ready(self._session))
+        if arguments.directory is not None:
+            found = Session.restore(arguments.directory, **start_keywords(arguments), progress=show_progress)
+        else:
+            found = Session(**start_keywords(arguments), progress=show_progress)
+        self._session = found
+        print(_ready(found))
+
+    def _save(self, arguments: argparse.Namespace) -> None:
+        with interruption.deferred():
+            print(get_session().save(arguments.directory, keep=arguments.keep, stop=arguments.stop))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
         if arguments.wait and (own := self._attached_to(arguments.name)) is not None and own.cells:

@@ -27,7 +27,7 @@ from nbdist.errors import SessionBroken, SessionClosed, SessionError
 from nbdist.wire.base.message import Handlers, Message
 from nbdist.wire.messages.cells import Recovered, Remark, Reply
 from nbdist.wire.messages.handover import Attached, AttachRefused, Displaced
-from nbdist.wire.messages.healing import Renumbered
+from nbdist.wire.messages.healing import Renumbered, SetupCell
 from nbdist.wire.messages.life import Broken, Died, RankInfo, Started
 from nbdist.wire.messages.output import (
     OUTPUT_CREDIT,
@@ -42,12 +42,16 @@ from nbdist.wire.messages.output import (
 )
 from nbdist.wire.questions.knowing import Release
 from nbdist.wire.questions.question import A, NoAnswer, Question
-from nbdist.wire.questions.questions import Answer, Ask, GetStatus, Look, Status, ask
+from nbdist.wire.questions.questions import Answer, Ask, CellsRun, GetCellsRun, GetStatus, Look, Status, ask
 
 _ANSWER_LIMIT = 5.0
+_NO_CONTROLLER = (
+    "the session's controller does not answer: try `%distributed restart`, or `%distributed stop` and then "
+    "`%distributed start`"
+)
 _LATE_LIMIT = 1.0  # seconds for the page to take the last late output
 
-_Told = TypeVar("_Told", LogPart, Status)
+_Told = TypeVar("_Told", LogPart, Status, CellsRun)
 _Late = tuple[TaskRecord | None, Message]  # a message, and the task after whose end it has come
 
 
@@ -82,7 +86,9 @@ class Traffic:
         self._connection: Connection | None = None
         self._requests = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[Answer | Broken]] = {}
-        self._told: dict[int, queue.SimpleQueue[LogPart | Status | Broken]] = {}  # answers of the controller itself
+        self._told: dict[
+            int, queue.SimpleQueue[LogPart | Status | CellsRun | Broken]
+        ] = {}  # answers of the controller itself
         self._gone: Broken | None = None  # there is nobody to ask
         self.streams = AnswerStreams(self.send, lambda: next(self._requests))
         self._running: dict[int, Task] = {}
@@ -267,11 +273,19 @@ class Traffic:
         """
         answer = self._ask_controller(GetStatus(next(self._requests)), Status)
         if answer is None:
-            raise SessionBroken(
-                "the session's controller does not answer: try `%distributed restart`, or `%distributed stop` and "
-                "then `%distributed start`"
-            )
+            raise SessionBroken(_NO_CONTROLLER)
         return answer
+
+    def history(self) -> list[SetupCell]:
+        """Return the cells that have run on the ranks, in their order.
+
+        Raises:
+            SessionBroken: The controller does not answer.
+        """
+        answer = self._ask_controller(GetCellsRun(next(self._requests)), CellsRun)
+        if answer is None:
+            raise SessionBroken(_NO_CONTROLLER)
+        return answer.cells
 
     def read_log(self, **question: Any) -> LogPart:
         """Read part of what was printed; the arguments are the fields of a ReadLog.
@@ -287,7 +301,7 @@ class Traffic:
             )
         return part
 
-    def _ask_controller(self, message: GetStatus | ReadLog, kind: type[_Told]) -> _Told | None:
+    def _ask_controller(self, message: GetCellsRun | GetStatus | ReadLog, kind: type[_Told]) -> _Told | None:
         """Return the controller's answer; None if there is none.
 
         Raises:
@@ -334,6 +348,7 @@ class Traffic:
             .on(Answer, self._rank_answered)
             .on(LogPart, self._controller_answered)
             .on(Status, self._controller_answered)
+            .on(CellsRun, self._controller_answered)
             .on(Notice, self.notify)
             .on(Remark, self._tell_cell)
             .on(Recovered, self._tell_cell)
@@ -347,7 +362,7 @@ class Traffic:
         else:
             self.streams.answered(message)
 
-    def _controller_answered(self, message: LogPart | Status) -> None:
+    def _controller_answered(self, message: LogPart | Status | CellsRun) -> None:
         if (told := self._told.get(message.request)) is not None:
             told.put(message)
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,10 +29,13 @@ from nbdist.client.ranks.background import BackgroundCell
 from nbdist.client.ranks.rank_set import Ranks, RankSet
 from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.requests.rank_requests import RankRequests
+from nbdist.client.saving.restore import find as find_save
+from nbdist.client.saving.restore import restore
+from nbdist.client.saving.save import KEEP, SaveReport, save
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.start import farewell
 from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
-from nbdist.client.start.session_plan import SessionPlan
+from nbdist.client.start.session_plan import SessionPlan, has_chosen_plan
 from nbdist.client.start.start_options import start_options
 from nbdist.client.start.start_settings import OnDeath, StartSettings
 from nbdist.client.start.starting import StartLine
@@ -299,6 +303,72 @@ class Session(RankRequests):
         living = self._rank_set.living()
         self._plan.set(plan, self.ranks, self.backend, functools.partial(self._rank_set.set_up, ranks=living))
         self._keep_choices()
+
+    # --- to a folder and back
+
+    def save(self, directory: str | os.PathLike[str], *, keep: int | None = KEEP, stop: bool = False) -> SaveReport:
+        """Save the session: the names of its ranks, what is prepared, and the cells that have run.
+
+        It appears all at once as a new folder, `save-N`, beside earlier ones. `Session.restore` starts from it.
+
+        Args:
+            directory: Where saves are, on a file system that all ranks share.
+            keep: How many saves may stay there, this one included; None: all.
+            stop: Whether to stop first what ranks run, after the same step on all ranks if they train.
+
+        Returns:
+            What was saved, and which names could not be, with the reasons; it prints as a few lines.
+
+        Raises:
+            UsageError: An argument is invalid, or ranks have died; nothing was written.
+            SessionBusy: Ranks run something.
+            CheckpointError: It could not be written, as when the disk is full; earlier saves are whole.
+        """
+        return save(self._rank_set, Path(directory), keep, self.plan.to_json(), self._settings, stop=stop)
+
+    @classmethod
+    def restore(
+        cls,
+        directory: str | os.PathLike[str],
+        num_processes: int | None = None,
+        *,
+        progress: Callable[[StartLine], None] = lambda line: None,
+        show: Callable[[str], None] = print,
+        **settings: Any,
+    ) -> Session:
+        """Start a session from a save.
+
+        Cells that were marked with `%%distributed --setup` run again, and the imports and definitions of all others.
+        Then what they have prepared takes the saved training, and each rank the names that it had. A plan that was
+        chosen in this notebook takes the place of the saved one. Saves hold pickles: load only those that you trust.
+
+        Args:
+            directory: A save, or a folder with saves, of which the newest whole one is taken.
+            num_processes: Number of ranks; None: as many as saved it. They may be others: what is prepared is sharded
+                again, and names that all ranks had alike are on all ranks again.
+            progress: Called with a line of text while the ranks start.
+            show: Called with what has come back.
+            settings: The further arguments of a session; those that are not given are as they were, where that does
+                not depend on the machine.
+
+        Raises:
+            UsageError: There is no such save, or an argument is invalid; nothing was started.
+            CheckpointError: It is damaged; likewise.
+            RankError: A setup cell has failed; the ranks have ended.
+        """
+        path, saved = find_save(Path(directory))
+        own_machine = settings.get("num_nodes", 1) == 1 and settings.get("on") is None
+        count = saved.world_size if num_processes is None and own_machine else num_processes
+        chosen = StartSettings.among({"num_processes": count, **settings}).completed(saved.settings)
+        session = cls(**dataclasses.asdict(chosen), progress=progress, replace=settings.get("replace", True))
+        try:
+            if not has_chosen_plan():
+                session.set_plan(Plan.from_json(saved.plan))
+            show(str(restore(session._rank_set, path, saved)))
+        except BaseException:  # a Ctrl-C, too: nobody would have the session
+            session.close()
+            raise
+        return session
 
     # --- work
 

@@ -122,6 +122,11 @@ def kept() -> Plan:
     return chosen_plan or Plan.from_environment()
 
 
+def has_chosen_plan() -> bool:
+    """Return whether a plan was chosen in this notebook."""
+    return chosen_plan is not None
+
+
 def keep(plan: Plan) -> None:
     """Keep a plan for sessions that start later in this notebook."""
     global chosen_plan

@@ -28,7 +28,7 @@ from nbdist.wire.messages.visitor_messages import (
 )
 from nbdist.wire.questions.knowing import GetMemory, ProcessMemory
 from nbdist.wire.questions.question import NoAnswer
-from nbdist.wire.questions.questions import RankStatus, Status
+from nbdist.wire.questions.questions import CellsRun, RankStatus, Status
 
 _LIMIT = 0.5  # seconds for ranks to answer; one in C code that holds Python's lock does not
 
@@ -120,6 +120,11 @@ def status_of(members: Members | None, request: int) -> Status:
         RankStatus(r.rank, r.pid, r.device, r.serial, _how_it_ended(r.dead)) for r in members.roster.ranks.values()
     ]
     return Status(request, ranks, members.history.marked)
+
+
+def cells_run(members: Members | None, request: int) -> CellsRun:
+    """Return what has run on the ranks, as the answer to a request."""
+    return CellsRun(request, [] if members is None else members.history.cells)
 
 
 def _how_it_ended(died: Died | None) -> str:

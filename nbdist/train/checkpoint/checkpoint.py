@@ -36,6 +36,7 @@ from nbdist.train.checkpoint.checkpoint_folder import (
 )
 from nbdist.train.checkpoint.packed_parts import in_pieces
 from nbdist.train.checkpoint.saving import (
+    Further,
     Save,
     Writing,
     copy_to_cpu,
@@ -131,8 +132,28 @@ def save_state(
     meeting.meet("save_state", {"path": str(target), "keep": keep, "asynchronous": asynchronous}, limit)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: give how many checkpoints may stay, at least 1")
+    return _save(target, keep, asynchronous=asynchronous, state=state)
+
+
+def save_with(target: Path, keep: int | None, further: Further, state: State) -> None:
+    """Save like `save_state`, at once, with what else ranks have; nothing need be prepared.
+
+    Args:
+        target: The folder to make. The same on all ranks.
+        keep: How many checkpoints may stay in the folder around it; None: all.
+        further: Writes this rank's own files into the folder that becomes the checkpoint.
+        state: The training to save.
+
+    Raises:
+        UsageError: Something can't be saved. Nothing was written.
+        CheckpointError: It could not be written. What was written of it is removed.
+    """
+    _save(target, keep, asynchronous=False, state=state, further=further)
+
+
+def _save(target: Path, keep: int | None, *, asynchronous: bool, state: State, further: Further | None = None) -> Save:
     _come_to_rest(state)
-    snapshot, manifest = _snapshot(state)
+    snapshot, manifest = _snapshot(state, may_be_empty=further is not None)
     with agreement.together():
         values = _pickled(snapshot.values)
         tensors = snapshot.tensors
@@ -144,7 +165,7 @@ def save_state(
         if rank() == 0:
             draft = Draft(target)
     state.saved_in = str(target.parent)
-    writing = Writing(target, draft, manifest, keep, from_one_rank=bool(state.plan.local_sgd_steps))
+    writing = Writing(target, draft, manifest, keep, bool(state.plan.local_sgd_steps), further)
     save = Save(target)
     if asynchronous:
         save.begin(writing, tensors, values)
@@ -242,11 +263,11 @@ def _come_to_rest(state: State) -> None:
     state.tidy()
 
 
-def _snapshot(state: State) -> tuple[Snapshot, dict[str, Any]]:
+def _snapshot(state: State, *, may_be_empty: bool) -> tuple[Snapshot, dict[str, Any]]:
     """Return what this rank keeps, and the manifest of the whole."""
     with agreement.together():
         snapshot = take(state)
-        if not snapshot.tensors:
+        if not snapshot.tensors and not may_be_empty:
             raise UsageError("nothing is prepared, so there is nothing to save: call nbdist.prepare(model, ...) first")
         if state.micro_step and rank() == 0:
             warnings.warn(

@@ -120,7 +120,7 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
 
 def latest(folder: Path) -> Path | None:
     """Return the newest whole checkpoint in a folder."""
-    return next(iter(reversed(_by_age(folder))), None)
+    return next(iter(reversed(by_age(folder))), None)
 
 
 def partials(folder: Path) -> list[Path]:
@@ -163,7 +163,7 @@ def find(path: Path) -> Path:
 
 def keep_newest(folder: Path, count: int) -> None:
     """Remove all whole checkpoints of a folder but the newest `count`."""
-    for path in _by_age(folder)[:-count]:
+    for path in by_age(folder)[:-count]:
         _retire(path)
 
 
@@ -203,7 +203,7 @@ def _is_being_written(partial: Path) -> bool:
     return False
 
 
-def _by_age(folder: Path) -> list[Path]:
+def by_age(folder: Path) -> list[Path]:
     """Return complete checkpoints, oldest first; one being replaced only while nothing else has its name."""
     found = [(manifest.get("saved_at", 0.0), path) for path in _folders(folder) if (manifest := read_manifest(path))]
     return [path for _, path in sorted(found) if not (is_previous(path) and _replaced_by(path).exists())]

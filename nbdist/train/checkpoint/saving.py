@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from nbdist.train.checkpoint.checkpoint_folder import Draft, keep_newest, partia
 from nbdist.train.checkpoint.packed_parts import in_pieces
 from nbdist.train.collective import agreement
 from nbdist.train.state import rank, world_size
+
+Further = Callable[[Path], None]
 
 _LOOK = 1.0  # seconds between two looks at how the others' threads are doing
 _running: Save | None = None
@@ -150,6 +152,7 @@ class Writing:
         manifest: What it tells of itself.
         keep: How many checkpoints stay.
         from_one_rank: Whether what all ranks hold is taken from rank 0, as they may differ.
+        further: Writes what else this rank has into the folder; None: there is nothing else.
     """
 
     target: Path
@@ -157,6 +160,7 @@ class Writing:
     manifest: Mapping[str, Any]
     keep: int | None
     from_one_rank: bool
+    further: Further | None = None
 
     def run(self, tensors: dict[str, torch.Tensor], values: bytes, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's part, and on rank 0 give the whole its name.
@@ -187,6 +191,8 @@ class Writing:
         failure: Exception | None = None
         try:  # the collective part first, whatever happens here: the others wait in it
             write_durably(folder / file_of(rank()), values)
+            if self.further is not None:
+                self.further(folder)
         except Exception as error:  # raised below, after the collective part
             failure = error
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.from_one_rank)

@@ -167,7 +167,7 @@ class Restoring:
         restore_random(self._values["random"], self._state.device, seed, shared)  # last: the others may draw
 
     def _refuse_other_counts(self) -> None:
-        if not any(_modules(self._state)):
+        if not any(_modules(self._state)) and self._values["extra"]:
             raise UsageError(
                 "nothing is prepared, so there is nothing to load into: call nbdist.prepare(model, ...) first, as when "
                 "it was saved. Nothing was loaded"

@@ -9,6 +9,7 @@ import msgspec
 
 from nbdist.metrics.node.sample import NodeSample
 from nbdist.wire.base.message import Message, Seconds
+from nbdist.wire.messages.healing import SetupCell
 from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.questions.held_variables import (
     Elements,
@@ -174,6 +175,19 @@ class Status(Message, frozen=True):
     request: int
     ranks: list[RankStatus]
     setup: list[int] = []
+
+
+class GetCellsRun(Message, frozen=True):
+    """What has run on the ranks? Its answer is a CellsRun."""
+
+    request: int
+
+
+class CellsRun(Message, frozen=True):
+    """What has run on the ranks, in its order."""
+
+    request: int
+    cells: list[SetupCell]
 
 
 class WatchNodes(Message, frozen=True):

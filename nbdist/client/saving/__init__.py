@@ -1,0 +1,1 @@
+"""Sessions that are saved to a folder, and started from it."""

@@ -7,6 +7,7 @@
 #   worker/       inside a rank: shell, control thread, process group
 #   launch/       a function on ranks of its own, behind launcher.py: notebook_launcher, debug_launcher
 #   export/       a notebook as a script; program/: scripts and notebooks from beginning to end
+#   saving/       a session on the disk; serving/, jobs/: a look into a job that others have started
 #   panel/        what ranks cost, live in the notebook; its page side is in labextension/
 #   plan.py       how models are made distributed; planning/: its rules, words and variables
 #   train/        what training code on a rank calls; works under torchrun, too

@@ -29,6 +29,7 @@ from .launcher import notebook_launcher as notebook_launcher
 from .metrics.experiment import experiment as experiment
 from .panel import Panel as Panel
 from .plan import Plan as Plan
+from .serving.served_rank import serve as serve
 from .train.checkpoint.checkpoint import latest_state as latest_state
 from .train.checkpoint.checkpoint import load_state as load_state
 from .train.checkpoint.checkpoint import register_for_checkpointing as register_for_checkpointing

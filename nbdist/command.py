@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["serve"]:
+        return _serve(_parser().parse_args(typed))
     typed, for_script = _divided(typed)
     parsed = _parser().parse_args(typed)
     if for_script:
@@ -61,8 +63,26 @@ def _parser() -> argparse.ArgumentParser:
         "address", metavar="HOST:PORT", nargs="?", default="", help="also test the connection to a session"
     )
     doctor.set_defaults(run=_examine)
-    list_ = verbs.add_parser("ls", help="show your sessions on this machine")
+    list_ = verbs.add_parser("ls", help="show your sessions and jobs on this machine")
     list_.set_defaults(run=_list)
+    look = verbs.add_parser("look", help="look into a job that torchrun, srun, or another launcher has started")
+    look.add_argument(
+        "name", metavar="JOB", nargs="?", default="", help="its name in `nbdist ls` (default: the only one)"
+    )
+    look.add_argument("--stacks", action="store_true", help="show where each rank is, with equal stacks grouped")
+    look.add_argument(
+        "--flight",
+        type=int,
+        nargs="?",
+        const=20,
+        default=0,
+        metavar="N",
+        help="show the last N collectives (default: 20)",
+    )
+    look.set_defaults(run=_look)
+    serve = verbs.add_parser("serve", help="run a script so that `nbdist look` shows what it does")
+    serve.add_argument("script", metavar="SCRIPT.py")
+    serve.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
     attach = verbs.add_parser("attach", help="take over a session: a prompt whose cells run on its ranks")
     attach.add_argument("name", metavar="SESSION", nargs="?", help="its name in `nbdist ls` (default: the only one)")
     attach.add_argument(
@@ -104,10 +124,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(parsed: argparse.Namespace) -> int:
+    from nbdist.jobs.found_jobs import find_jobs
+    from nbdist.jobs.job_report import list_jobs
     from nbdist.visits import sessions, table
 
-    found = sessions()
+    found, jobs = sessions(), find_jobs()
     print(table(found) if found else "you have no sessions on this machine")
+    if jobs:
+        print(f"\n{list_jobs(jobs)}")
+    return 0
+
+
+def _look(parsed: argparse.Namespace) -> int:
+    from nbdist.jobs.job_report import named_job, report
+
+    print(report(named_job(parsed.name), stacks=parsed.stacks, collectives=parsed.flight))
+    return 0
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    """Run a script. What it raises is for its launcher, so it is not caught here."""
+    from nbdist.serving.served_script import read_script, serve_script
+
+    try:
+        code = read_script(parsed.script)
+    except UsageError as error:
+        print(f"nbdist: {error}", file=sys.stderr)
+        return 2
+    serve_script(code, parsed.script, parsed.arguments)
     return 0
 
 

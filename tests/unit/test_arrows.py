@@ -124,10 +124,13 @@ ALLOWED = {
     "launcher": "client.session client.start cuda_guard launch launch.fork launch.nodes shells transfer",
     # from beginning to end, without a notebook's page
     "program": "export.source launcher metrics metrics.node",
+    # a process of somebody else's job, and a look into it
+    "serving": "metrics.node wire.questions worker.cell worker.control worker.groups",
+    "jobs": "agent client.reports serving",
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
     # the command line
-    "command": "client.magics cluster export program visits wire.processes",
+    "command": "client.magics cluster export jobs program serving visits wire.processes",
     "__main__": "command",
 }
 

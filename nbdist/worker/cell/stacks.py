@@ -141,7 +141,13 @@ def _frames(frame: FrameType) -> list[FrameType]:
     outermost = next((at for at in reversed(range(len(frames))) if _cell(frames[at])), None)
     if outermost is None:  # a function that has come from the notebook without a cell, or nothing of the user's
         outermost = called_by_us - 1
+    if outermost < 0:  # a script that nobody of us has called
+        outermost = next((at for at in reversed(range(len(frames))) if _is_script(frames[at])), -1)
     return frames[outermost::-1] if outermost >= 0 else []
+
+
+def _is_script(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
 
 
 def _anchor(frames: list[FrameType]) -> FrameType:

@@ -1,0 +1,140 @@
+"""The jobs of this user on this machine: those that answer looks, and those that only their processes show."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from nbdist.serving.job_identity import JobIdentity, identify
+from nbdist.serving.look_messages import LookRequest, RankLook, folder, receive, send, short_path
+
+_ANSWER_LIMIT = 3.0  # seconds
+_AT_ONCE = 16
+_LARGEST_ENVIRONMENT = 1 << 20
+_OWN_RANK = "nbdist.worker.rank"  # in the command of a session's rank that is a Python of its own
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """A rank of a job.
+
+    Attributes:
+        identity: Which.
+        pid: Its process.
+        address: Its socket; None: it does not answer looks.
+    """
+
+    identity: JobIdentity
+    pid: int
+    address: Path | None = None
+
+
+@dataclass
+class FoundJob:
+    """A job.
+
+    Attributes:
+        name: By which it is asked for.
+        processes: Its ranks on this machine, in order.
+    """
+
+    name: str
+    processes: list[JobProcess] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return max(each.identity.world_size for each in self.processes)
+
+    @property
+    def serves(self) -> bool:
+        """Whether any of its ranks answers looks."""
+        return any(each.address is not None for each in self.processes)
+
+    def look(self, collectives: int = 0) -> Mapping[int, RankLook | str]:
+        """Return what ranks answer, or why they don't, by rank.
+
+        Args:
+            collectives: How many of the last ones each adds.
+        """
+        request = LookRequest(collectives)
+        with ThreadPoolExecutor(_AT_ONCE, "nbdist-jobs") as pool:
+            answers = list(pool.map(lambda process: _ask(process, request), self.processes))
+        return {each.identity.rank: answer for each, answer in zip(self.processes, answers, strict=True)}
+
+
+def find_jobs() -> list[FoundJob]:
+    """Return the jobs that have ranks on this machine, those of nbdist's own sessions left out."""
+    served = {each.pid: each for each in _served()}
+    processes = [*served.values(), *(each for each in _launched() if each.pid not in served)]
+    jobs: dict[str, FoundJob] = {}
+    for each in sorted(processes, key=lambda process: (process.identity.job, process.identity.rank)):
+        jobs.setdefault(each.identity.job, FoundJob(each.identity.job)).processes.append(each)
+    return list(jobs.values())
+
+
+def _served() -> Iterator[JobProcess]:
+    """Yield the processes that have a socket. One whose process has ended is removed."""
+    for path in sorted(folder().glob("*-*-*")):
+        job, rank, pid = path.name.split("-")
+        if not psutil.pid_exists(int(pid)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            continue
+        environment = _environment(int(pid))
+        known = identify(environment, int(pid)) if environment else None
+        yield JobProcess(JobIdentity(job, int(rank), known.world_size if known else 1), int(pid), path)
+
+
+def _launched() -> Iterator[JobProcess]:
+    """Yield the processes of this user that a launcher has started as ranks, and not what these have started."""
+    found = {}
+    for process in psutil.process_iter(["pid", "ppid", "uids", "cmdline"]):
+        uids = process.info["uids"]
+        if uids is None or uids.real != os.getuid() or not _is_foreign_python(process.info["cmdline"]):
+            continue
+        identity = identify(_environment(process.pid), process.pid)
+        if identity is not None:
+            found[process.pid] = JobProcess(identity, process.pid), process.info["ppid"]
+    yield from (each for each, parent in found.values() if parent not in found)
+
+
+def _is_foreign_python(command: list[str] | None) -> bool:
+    return (
+        command is not None and command != [] and "python" in os.path.basename(command[0]) and _OWN_RANK not in command
+    )
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; {} if it can't be read."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()[:_LARGEST_ENVIRONMENT]
+    except OSError:
+        return {}
+    pairs = (entry.partition("=") for entry in data.decode(errors="replace").split("\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
+def _ask(process: JobProcess, request: LookRequest) -> RankLook | str:
+    if process.address is None:
+        return "does not answer looks"
+    try:
+        with socket.socket(socket.AF_UNIX) as connection, short_path(process.address) as path:
+            connection.settimeout(_ANSWER_LIMIT)
+            connection.connect(path)
+            send(connection, request)
+            return receive(connection, RankLook)
+    except TimeoutError:
+        return "in a call that blocks Python"
+    except OSError:
+        return "has ended"
+    except msgspec.MsgspecError:
+        return "runs another version of nbdist"

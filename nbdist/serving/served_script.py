@@ -1,0 +1,46 @@
+"""Runs a script as the main program of this process, which answers looks meanwhile: `python -m nbdist serve`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbdist.errors import UsageError
+from nbdist.serving.served_rank import serve
+
+
+def read_script(script: str) -> types.CodeType:
+    """Return a script's code.
+
+    Args:
+        script: Its path.
+
+    Raises:
+        UsageError: It can't be read, or the place for this process's socket can't be used.
+        SyntaxError: It is not Python.
+    """
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec")
+    except OSError as error:
+        raise UsageError(f"{script} can't be read: {error.strerror}") from None
+    serve()
+    return code
+
+
+def serve_script(code: types.CodeType, script: str, arguments: Sequence[str]) -> None:
+    """Run a script like `python SCRIPT`. What it raises, or its exit, is that of this process.
+
+    Args:
+        code: Its code.
+        script: Its path.
+        arguments: What it finds in `sys.argv`.
+    """
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    exec(code, vars(main))

@@ -49,6 +49,7 @@ _LOOK_AROUND = 10.0  # seconds between two looks for sessions without a client
 _NAMED = 2  # of these sessions
 _PEAK_SECONDS = 1.0  # that a measurement of the peak takes, about
 _WISHES = [each.__struct_config__.tag for each in get_args(PanelWish)]
+REST_AFTER = 60.0  # seconds without a cell after which pages hear no more: a Jupyter server takes that for activity
 _FIRST_LOOK = 1.0  # seconds that somebody who asks for values waits for something to show
 
 
@@ -103,6 +104,9 @@ class Feed:
         self._without_peak: list[str] = []  # dtypes of the steps that were seen last
         self._views = 0  # that pages have opened and not closed again
         self._paused = False
+        self._quiet = False  # nothing has happened for long
+        self._happened = time.monotonic()  # when ranks have run a cell, or a reader has asked for something
+        self._states: list[str] = []  # of ranks, then
         if session is not None:
             self._attach(session)
 
@@ -128,6 +132,7 @@ class Feed:
     @paused.setter
     def paused(self, paused: bool) -> None:
         self._paused = paused
+        self._note_event()
         if paused:
             self.rest()
         elif self.shown or self._views:
@@ -143,6 +148,7 @@ class Feed:
         """Turn to the newest session and stay awake, with or without pages."""
         self.follow()
         self.shown, self._paused = True, False
+        self._note_event()
         self._wake()
 
     def rest(self) -> None:
@@ -204,11 +210,26 @@ class Feed:
     def _take(self, view: View) -> None:
         with self._lock:
             self.view, self.stale = view, True
-            if self._updates.fits(view):
+            was_quiet, self._quiet = self._quiet, not self._is_new(view)
+            if self._quiet:
+                if not was_quiet:
+                    self._tell()
+            elif self._updates.fits(view):
                 self._send(self._updates.update(view, self._live(), self.rate))
             else:
                 self.send_all()
         self._seen.set()
+
+    def _is_new(self, view: View) -> bool:
+        """Return whether ranks run a cell, or something has happened lately."""
+        states = [row.state for row in view.rows]
+        if states != self._states or not {"idle", "dead"}.issuperset(states):
+            self._states = states
+            self._note_event()
+        return time.monotonic() - self._happened < REST_AFTER
+
+    def _note_event(self) -> None:
+        self._happened, self._quiet = time.monotonic(), False
 
     def send_all(self) -> None:
         """Send the page everything again, after a look."""
@@ -218,7 +239,7 @@ class Feed:
             self._send_all()
 
     def _live(self) -> Live:
-        return "ended" if self.ended else "paused" if self._paused else "live"
+        return "ended" if self.ended else "paused" if self._paused or self._quiet else "live"
 
     def _tell(self) -> None:
         """Report a change that no Sample brings."""
@@ -258,6 +279,7 @@ class Feed:
             self._say(str(error).splitlines()[0])
 
     def _do(self, wish: PanelWish) -> None:
+        self._happened = time.monotonic()
         match wish:
             case ViewOpened():
                 self._on_opened()

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UnsetType
 
 import nbdist
 from nbdist.errors import UsageError
 from nbdist.metrics.node.sample import GpuSample, NodeSample, RankSample, Sample, StepSample
-from nbdist.panel import fallback
+from nbdist.panel import fallback, panel_feed
 from nbdist.panel.model import Node, Row, View, view_of
 from nbdist.panel.panel_feed import Feed
 from nbdist.panel.plot import Point, plot
 from nbdist.wire.pages.panel_messages import (
+    HeadUpdate,
     MeasurePeak,
     PanelNews,
     PanelNote,
+    PanelUpdate,
+    Pause,
     Stat,
 )
 from testbed.panel_samples import DEAD, FULL, GIB, HOT, LATE, OTHERS, TOTAL, Source, cpus, gpus, stuck
@@ -386,6 +390,41 @@ def test_a_panel_shows_what_its_source_shows(source: Source) -> None:
     source.show(gpus(8))
     assert panel.text.startswith("8 ranks: all busy") and "8 ranks: all busy" in panel.html
     panel.close()
+
+
+def test_pages_hear_nothing_of_ranks_that_have_long_been_idle(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[PanelNews] = []
+    feed = Feed(told.append, lambda: None, source=source)
+    feed.show()
+    idle = [RankSample(0, private=1), RankSample(1, private=2)]
+    source.show(Sample(at=0.0, ranks=idle))
+    monkeypatch.setattr(panel_feed, "REST_AFTER", 0.0)
+    for at in range(5):
+        source.show(Sample(at=float(at), ranks=idle))
+    (paused,) = told
+    assert isinstance(paused, HeadUpdate) and paused.head.live == "paused"
+    monkeypatch.setattr(panel_feed, "REST_AFTER", 60.0)
+    source.show(Sample(at=9.0, ranks=[RankSample(0, private=1, state="busy"), idle[1]]))
+    (update,) = told[1:]
+    assert isinstance(update, PanelUpdate) and not isinstance(update.head, UnsetType) and update.head.live == "live"
+    feed.rest()
+
+
+def test_a_reader_has_a_panel_of_idle_ranks_go_on(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[PanelNews] = []
+    feed = Feed(told.append, lambda: None, source=source)
+    feed.show()
+    idle = Sample(at=0.0, ranks=[RankSample(0, private=1)])
+    source.show(idle)
+    monkeypatch.setattr(panel_feed, "REST_AFTER", 0.0)
+    source.show(idle)
+    monkeypatch.setattr(panel_feed, "REST_AFTER", 60.0)
+    feed.hear(Pause(False))
+    told.clear()
+    source.show(idle)
+    (update,) = told
+    assert isinstance(update, PanelUpdate)
+    feed.rest()
 
 
 def test_nobody_looks_while_nobody_watches(source: Source) -> None:

@@ -46,7 +46,7 @@ from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.start.connection import prewarm
 from nbdist.client.start.starting import StartLine
 from nbdist.errors import SessionClosed, UsageError
-from nbdist.lab import kernel_status, lines
+from nbdist.lab import activity, kernel_status, lines
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -66,6 +66,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     if shells.in_kernel():
         lines.offer(magics)
         kernel_status.keep_busy(shells.current().kernel)
+        activity.publish()
         breakpoints.offer(shells.current().kernel)
     if living_session() is None:
         prewarm()

@@ -27,12 +27,14 @@ from nbdist.agent.process_set import STORE, ProcessSet
 from nbdist.agent.relay import Relay
 from nbdist.agent.slow_looks import NativeStacks, SlowLooks, memory_of
 from nbdist.agent.storage import NodeStorage
+from nbdist.base.end_signals import EndSignalPipe
 from nbdist.base.processes import allow_many_files, describe_exit, describe_owner, end_descendants, reap_group, state_of
 from nbdist.metrics.node.sampler import Sampler
 from nbdist.wire.base.message import Message
 from nbdist.wire.bundle import Bundle
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.lanes import AGENT_CONTROL, AGENT_OUTPUT, AGENT_TRANSFERS, connect, node_lane, send_parts
+from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.healing import EndRanks, Respawn
 from nbdist.wire.messages.life import Obstacle, Progress, Shutdown, StartOptions
 from nbdist.wire.messages.output import Credit
@@ -103,6 +105,7 @@ class Agent:
         self._sampler = Sampler()
         self._looks = SlowLooks()
         self._stacks = NativeStacks()
+        self._ends = EndSignalPipe()
         self._set: ProcessSet | None = None
         self._outputs = Bundle()
         self._watched: dict[ForkChannel, int] = {}  # sources of forks, and their polled descriptors
@@ -112,7 +115,8 @@ class Agent:
     def run(self) -> int:
         """Serve until the controller is gone or asks to stop. Returns the exit code."""
         poller = zmq.Poller()
-        for source in (self._control, self._controller, self._pipes, self._sampler.wake, self._looks.wake):
+        own = (self._sampler.wake, self._looks.wake, self._ends.descriptor)
+        for source in (self._control, self._controller, self._pipes, *own):
             poller.register(source, zmq.POLLIN)
         for other in (self._link.events if self._link is not None else None, self._transfers):
             if other is not None:
@@ -140,6 +144,9 @@ class Agent:
             if self._looks.wake in ready:
                 for answer in self._looks.take():
                     self._say(answer)
+            if self._ends.descriptor in ready:
+                for name, seconds in self._ends.take():
+                    self._say(EndAnnounced(name, "agent", os.getpid(), seconds=seconds))
             if self._transfers in ready:
                 self._take_transfers()
             if self._link is not None and self._link.is_lost(self._link.events in ready):
@@ -251,6 +258,7 @@ class Agent:
         if self._setup.node:
             options, self._notes = surroundings.here(message.options)
             message = msgspec.structs.replace(message, options=options)
+        self._ends.spare(message.options.end_grace)
         if message.options.fork_address:
             self._spawn_from_notebook(message)
             return

@@ -121,6 +121,10 @@ class ProcessSet:
         if self._listener is not None:
             self._listener.close()
 
+    @property
+    def _spared(self) -> bool:
+        return self.spawn.options.end_grace > 0
+
     def _fork_store(self) -> None:
         # Listening before anybody forks: ranks may connect before the store has come up.
         host, port = self.spawn.store.host, self.spawn.options.port
@@ -129,7 +133,7 @@ class ProcessSet:
         self._listener, self.store = listener, StoreAddress(host, listener.getsockname()[1])
         read, write = os.pipe2(os.O_CLOEXEC)
         self._pipes.add(STORE, STDERR, read)
-        self.source.fork(None, [listener.fileno(), write])
+        self.source.fork(None, [listener.fileno(), write], spared=self._spared)
         os.close(write)
         self.expected += 1
 
@@ -151,7 +155,7 @@ class ProcessSet:
         try:
             os.write(memory, encode(setup))
             os.lseek(memory, 0, os.SEEK_SET)
-            self.source.fork(rank, [*writers, memory], fresh=setup.options.fresh)
+            self.source.fork(rank, [*writers, memory], fresh=setup.options.fresh, spared=self._spared)
             self.expected += 1
         finally:
             for descriptor in (*writers, memory):

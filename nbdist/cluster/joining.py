@@ -38,6 +38,8 @@ _ANSWER_LIMIT = 20.0  # seconds for the controller to answer; it may be busy
 _BROKEN_OFF = 5  # handshakes that the other side breaks off: it has another key than the token's session
 _LAST_WORDS = 1.0  # seconds
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+# What the agent heeds itself: it announces the end, and perhaps leaves time for it.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGTERM)
 _LET_GO = "the connection that started it has ended"
 _AGAIN = "Paste the line that `%distributed start` prints in the notebook"
 
@@ -166,7 +168,7 @@ def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
             agent.stdin.close()
         print(f"joined the session of {welcome.host} at {target} as node {welcome.node}; Ctrl-C leaves", flush=True)
         code, let_go = _await_end(agent, asked, leash)
-    if asked or let_go:
+    if any(number != signal.SIGUSR1 for number in asked) or let_go:
         _say_last(welcome, _LET_GO if let_go else "it was stopped on that machine, by Ctrl-C or a signal")
         print("left the session", flush=True)
         return 0
@@ -190,14 +192,20 @@ def _serve(welcome: Welcome, target: str, leash: int | None) -> int:
 
 def _await_end(agent: subprocess.Popen[bytes], asked: list[int], leash: int | None) -> tuple[int, bool]:
     """Return the agent's exit code, and whether it was ended because the leash was let go of."""
+    heeded = 0
     while True:
         try:
             return agent.wait(0.2), False
         except subprocess.TimeoutExpired:
             let_go = leash is not None and _has_ended(leash)
-            if asked or let_go:
+            heeded, new = len(asked), asked[heeded:]
+            for number in new:
+                agent.send_signal(number if number in _PASSED_ON else signal.SIGKILL)
+            if let_go:
                 agent.kill()
-                return agent.wait(), let_go
+                return agent.wait(), True
+            if any(number not in _PASSED_ON for number in new):
+                return agent.wait(), False
 
 
 def _has_ended(leash: int) -> bool:
@@ -224,11 +232,11 @@ def _own_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the signals that ask this process to end."""
+    """Collect the signals that ask this process to end, or announce that."""
     asked: list[int] = []
     before = {
         number: signal.signal(number, lambda received, frame: asked.append(received))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
     try:
         yield asked

@@ -14,6 +14,7 @@ import threading
 
 import msgspec
 
+from nbdist.base import end_signals
 from nbdist.base.processes import adopt_orphans, end_descendants
 from nbdist.cluster.engines.engine import load
 from nbdist.errors import UsageError
@@ -23,6 +24,7 @@ from nbdist.wire.processes.starter_lines import Report, StarterFailed, StarterSe
 def main() -> None:
     """Run the engine that the first line on standard input names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_signals.ignore()
     adopt_orphans()
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from nbdist.base.end_signals import EndSignalPipe
 from nbdist.base.processes import describe_exit, end_descendants
 from nbdist.controller.base.logwriter import LogWriter
 from nbdist.controller.base.message_router import MessageRouter
@@ -48,6 +49,7 @@ from nbdist.wire.lanes import (
     parse_lane,
     whole,
 )
+from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import Execute
 from nbdist.wire.messages.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.messages.life import Broken, Shutdown, Start, Stop
@@ -117,6 +119,7 @@ class Controller:
         log = OutputLog()
         self._log = LogWriter(log, lambda text: self.to_notebook(Notice(text)))
         self._shut_down = False  # the notebook asked to end everything
+        self._ends = EndSignalPipe()
         with contextlib.ExitStack() as undo:
             undo.callback(self._log.close)
             self._router = MessageRouter(Path(setup.runtime_folder), setup.kernel)
@@ -150,7 +153,7 @@ class Controller:
     def run(self) -> None:
         """Serve until the notebook is gone or asks to stop."""
         starters = self._nodes.starters.fileno()
-        for source in (self._router.socket, self._agent_end, self._log.fileno(), starters):
+        for source in (self._router.socket, self._agent_end, self._log.fileno(), starters, self._ends.descriptor):
             self._poller.register(source, zmq.POLLIN)
         while True:
             self._tick()
@@ -167,6 +170,8 @@ class Controller:
                 return
             if self._log.fileno() in ready:
                 self._log.finish()
+            if self._ends.descriptor in ready:
+                self._announce_ends()
             if starters in ready and (why := self._nodes.heed_starters()):
                 self._sets.nodes_fail(why)
             self._side.deliver()  # before the notebook hears of what is due, as it waits for this
@@ -349,7 +354,7 @@ class Controller:
             .on(GetCellsRun, lambda message: self.to_notebook(cells_run(self._members, message.request)))
             .on(ReadLog, self._read_log)
             .on(WatchNodes, self._nodes.broadcast)
-            .on(Start, self._sets.start)
+            .on(Start, self._start)
             .on(Shutdown, self._note_shutdown)
             .on(Stop, lambda message: self._sets.stop(message.grace))
             .on(Leave, self._client_left)
@@ -363,6 +368,10 @@ class Controller:
         if isinstance(message, Execute):
             self._side.unseen.begin(message)
         self._members.handle_client(message)
+
+    def _start(self, message: Start) -> None:
+        self._ends.spare(message.options.end_grace)
+        self._sets.start(message)
 
     def _note_shutdown(self, message: Shutdown) -> None:
         self._shut_down = True
@@ -436,6 +445,7 @@ class Controller:
             .on(Pong, lambda message, node: self._nodes.heard(node, message, time.monotonic()))
             .on(NodeLeft, self._node_left)
             .on(Gone, self._processes_gone)
+            .on(EndAnnounced, self._end_announced)
         )
 
     def _handle_agent(self, node: int, message: Message) -> None:
@@ -460,6 +470,17 @@ class Controller:
         if self._members is not None and self._is_of_present(message, self._members):
             self._members.gone(node)
             self._sets.check_gone()
+
+    # --- the end of the allocation
+
+    def _announce_ends(self) -> None:
+        for name, seconds in self._ends.take():
+            self.to_notebook(EndAnnounced(name, "controller", os.getpid(), seconds=seconds))
+
+    def _end_announced(self, message: EndAnnounced, node: int) -> None:
+        if node in self._nodes:
+            host = self._nodes[node].host if node else ""
+            self.to_notebook(msgspec.structs.replace(message, host=host))
 
     def _agent_died(self) -> None:
         code = self._agent.wait()

@@ -339,4 +339,5 @@ def _title(sample: Sample, rows: Sequence[Row]) -> str:
     order = [state for state in ("busy", "idle", "stuck", "dead") if states[state]]
     words = f"all {order[0]}" if len(order) == 1 else ", ".join(f"{states[state]} {state}" for state in order)
     cell = f" · cell {sample.cell}" if sample.cell else ""
-    return f"1 rank: {order[0]}{cell}" if len(rows) == 1 else f"{len(rows)} ranks: {words}{cell}"
+    end = f" · {sample.end}" if sample.end else ""
+    return f"1 rank: {order[0]}{cell}{end}" if len(rows) == 1 else f"{len(rows)} ranks: {words}{cell}{end}"

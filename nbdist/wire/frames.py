@@ -10,6 +10,7 @@ import msgspec
 from nbdist.wire.alike import Alike
 from nbdist.wire.base.message import Hello
 from nbdist.wire.base.system_text import as_bytes, escaped, mapped
+from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import (
     Execute,
     InOrder,
@@ -154,6 +155,7 @@ AnyMessage = (
     | Ending
     | Goodbye
     | Choices
+    | EndAnnounced
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode

@@ -22,7 +22,8 @@ import msgspec
 import zmq
 
 from nbdist import shells, transfer
-from nbdist.base import limits
+from nbdist.base import end_signals, limits
+from nbdist.base.end_signals import EndSignal, EndSignals
 from nbdist.base.processes import SAME_HASHES, adopt_orphans, die_with_parent, python_command
 from nbdist.metrics import measuring
 from nbdist.metrics.memory import MemoryMeter
@@ -34,6 +35,7 @@ from nbdist.wire.base.keys import Keys
 from nbdist.wire.base.message import Message
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.lanes import RANK_CELL, RANK_CONTROL, RANK_DISPLAY, connect, lane
+from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import Execute, Failure, InOrder, Outcome, Recover, Reply
 from nbdist.wire.messages.healing import Adopt, Resize
 from nbdist.wire.messages.life import SERIALS
@@ -116,6 +118,7 @@ def become_store(parent: int, listener: int, stderr: int) -> None:
     os.dup2(stderr, 1)
     os.dup2(stderr, 2)
     os.close(stderr)
+    end_signals.ignore()
     store = join.serve_store(socket.socket(fileno=listener))
     threading.Event().wait()
     del store
@@ -190,6 +193,7 @@ class RankProcess:
     def run(self) -> None:
         """Join the group, then run what comes until told to quit."""
         self._control.start()
+        EndSignals(self._announce_end).spare(self._setup.options.end_grace)
         try:
             self._recovery.install()
             join.separate_rendezvous(self._number_of_cell, self._collectives.connecting)
@@ -212,6 +216,9 @@ class RankProcess:
         # What an orderly end of a Python process does that matters here; the rest would cost 0.2 s a rank.
         atexit._run_exitfuncs()
         streams.flush_c()
+
+    def _announce_end(self, name: EndSignal, seconds: float | None) -> None:
+        self._control.say(EndAnnounced(name, "rank", self._pid, self._setup.rank, seconds=seconds))
 
     def _connect(self, name: str) -> zmq.Socket[bytes]:
         setup = self._setup

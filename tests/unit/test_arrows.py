@@ -68,7 +68,7 @@ ALLOWED = {
     "worker.processes": "",
     "worker.cell": "cuda_guard metrics.allocation metrics.node shells transfer wire.messages wire.questions "
     "worker.lanes",
-    "worker.control": "metrics.node wire wire.messages wire.questions worker.cell worker.lanes",
+    "worker.control": "metrics.node wire wire.base wire.messages wire.questions worker.cell worker.lanes",
     "worker.groups": "train.collective wire.base wire.messages wire.questions worker.cell",
     "worker.recovery": "metrics.events train train.sharding train.structure wire.base wire.messages wire.questions "
     "worker.cell worker.control worker.groups",

@@ -47,17 +47,18 @@ class ForkChannel:
         """Whether this end is open."""
         return self._channel.fileno() >= 0
 
-    def fork(self, rank: int | None, descriptors: list[int], *, fresh: bool = False) -> None:
+    def fork(self, rank: int | None, descriptors: list[int], *, fresh: bool = False, spared: bool = False) -> None:
         """Request a child; the answer arrives through the channel.
 
         Args:
             rank: Its rank; None for the store.
             descriptors: The file descriptors the child needs.
             fresh: Whether it starts as a new Python, in the ranks' environment.
+            spared: Whether SIGTERM does not end it at once, nor the process that forks it.
         """
         from nbdist.wire.processes.template_messages import Fork, encode
 
-        socket.send_fds(self._channel, [encode(Fork(rank, fresh))], descriptors)
+        socket.send_fds(self._channel, [encode(Fork(rank, fresh, spared))], descriptors)
 
     def kill(self, pids: Iterable[int]) -> None:
         """End children and their process groups."""

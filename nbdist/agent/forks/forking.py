@@ -36,6 +36,7 @@ class Template:
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._children: dict[int, int] = {}  # pid -> pidfd
+        self._spared = False
 
     def serve(self, origin: str) -> None:
         """Serve until the agent is gone. `origin` is the file that torch was imported from."""
@@ -79,6 +80,9 @@ class Template:
         return True
 
     def _fork(self, request: Fork, descriptors: list[int]) -> None:
+        if request.spared != self._spared:  # the children end with this process
+            self._spared = request.spared
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if request.spared else signal.SIG_DFL)
         pid = self.make_child(request, descriptors)
         pidfd = os.pidfd_open(pid)
         self._children[pid] = pidfd

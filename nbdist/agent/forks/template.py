@@ -47,6 +47,7 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = sys.argv[2:] or sys.path
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     gc.disable()  # imports create half a million objects that are never freed
     try:
         origin = _preload()

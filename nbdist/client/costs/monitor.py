@@ -24,7 +24,7 @@ from nbdist.client.ranks import observers
 from nbdist.client.ranks.observers import Observer
 from nbdist.client.ranks.task import Task
 from nbdist.client.reports.report import describe_death
-from nbdist.client.session.session import Session, rank_set_of
+from nbdist.client.session.session import Session, end_of, rank_set_of
 from nbdist.errors import UsageError
 from nbdist.metrics.node import device
 from nbdist.metrics.node.sample import GpuSample, HeldLately, NodeSample, RankSample, Sample, as_of, gpu_of
@@ -231,7 +231,8 @@ class Monitor(Observer):
         ranks = [self._dated(_named(self._placed(rank, nodes), nodes), now) for rank in ranks]
         cell = max((task.number for task in running.values()), default=0)
         ranks = self._with_held(ranks)
-        return Sample(at=now, ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation)
+        end = end_of(session).words
+        return Sample(at=now, ranks=ranks, nodes=nodes, cell=cell, generation=rank_set.generation, end=end)
 
     def _note_node(self, node: NodeSample) -> None:
         self._came[node.name] = time.monotonic()  # first this: the other thread asks how old each node is

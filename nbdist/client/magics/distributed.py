@@ -41,7 +41,7 @@ from nbdist.client.ranks.task import Task
 from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.session import session as sessions
 from nbdist.client.session.attaching import settle_previous
-from nbdist.client.session.current import get_session, living_session, session_to_restart
+from nbdist.client.session.current import get_session, living_session, session_to_restart, survive_warnings
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.start.connection import prewarm
 from nbdist.client.start.starting import StartLine
@@ -67,6 +67,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         lines.offer(magics)
         kernel_status.keep_busy(shells.current().kernel)
         activity.publish()
+        survive_warnings()
         breakpoints.offer(shells.current().kernel)
     if living_session() is None:
         prewarm()
@@ -363,6 +364,8 @@ class DistributedMagics(Magics):
         ]
         where = ["node"] if several else []
         print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
+        if words := sessions.end_of(session).words:
+            print(words)
         if cells := session.setup_cells:
             print(f"setup cells, which new ranks run first: {format_ranks(cells)}")
         if self._router.auto:

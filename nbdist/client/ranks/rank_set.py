@@ -25,6 +25,7 @@ from nbdist.client.ranks.task import Task
 from nbdist.client.ranks.task_record import CellOptions
 from nbdist.client.ranks.traffic import Traffic
 from nbdist.client.reports import death_report
+from nbdist.client.reports.announced_end import describe_end
 from nbdist.client.reports.report import describe_death
 from nbdist.client.reports.stack_report import line_of
 from nbdist.client.start import farewell
@@ -34,6 +35,7 @@ from nbdist.client.start.starting import PortTaken, StartLine, remark_on_devices
 from nbdist.errors import SessionBroken, SessionBusy, SessionClosed, SessionError, UsageError
 from nbdist.wire.base.message import Message
 from nbdist.wire.base.parcel import Parcel
+from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import Execute, Kind, Reply
 from nbdist.wire.messages.handover import Attach, Attached, AttachRefused, Displaced, Ending, Leave
 from nbdist.wire.messages.healing import Renumbered
@@ -83,6 +85,7 @@ class RankSet:
         traffic: Which rank runs what; for other parts of the client.
         instances: Those of this process that have started, by the keys of their traffic.
         talk: With the controller, about the life of the ranks.
+        on_end: Called when an end is announced, in the listening thread.
     """
 
     instances: ClassVar[weakref.WeakValueDictionary[str, RankSet]] = weakref.WeakValueDictionary()
@@ -100,6 +103,7 @@ class RankSet:
         self._adopted = False  # another client has started the ranks
         self._parked = False  # the controller is no longer ours, but kept for any start
         self.talk = ControllerTalk(self.traffic.send)
+        self.on_end: Callable[[EndAnnounced], None] = lambda message: self.traffic.notify(Notice(describe_end(message)))
 
     # --- life
 
@@ -318,6 +322,9 @@ class RankSet:
 
     def _on_life(self, message: Message) -> None:
         """Handle a message about the session as a whole, in the listening thread."""
+        if isinstance(message, EndAnnounced):
+            self.on_end(message)
+            return
         if isinstance(message, Renumbered):
             self.ranks = message.ranks
         if isinstance(message, Displaced):

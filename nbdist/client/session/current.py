@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from nbdist.client.session.session import Session, known_sessions, rank_set_of
+import os
+import threading
+
+from nbdist.base.end_signals import EndSignal, EndSignals
+from nbdist.client.session.session import Session, end_of, known_sessions, rank_set_of
 from nbdist.devices import visible_gpus
 from nbdist.errors import SessionBroken, SessionClosed
+from nbdist.wire.messages.announcements import EndAnnounced
 
 
 def get_session() -> Session:
@@ -49,3 +54,15 @@ def session_to_restart() -> Session:
 def attach(name: str | None = None, *, take: bool = False, keep: bool | None = None) -> Session:
     """Take over a living session: `Session.attach`."""
     return Session.attach(name, take=take, keep=keep)
+
+
+def survive_warnings() -> None:
+    """Have SIGUSR1, by which schedulers announce an end, not end this kernel: its sessions are told."""
+    if threading.current_thread() is threading.main_thread():
+        EndSignals(_announce)
+
+
+def _announce(name: EndSignal, seconds: float | None) -> None:
+    for session in known_sessions():
+        if not session.closed:
+            end_of(session).hear(EndAnnounced(name, "notebook", os.getpid(), seconds=seconds))

@@ -32,6 +32,7 @@ from nbdist.client.requests.rank_requests import RankRequests
 from nbdist.client.saving.restore import find as find_save
 from nbdist.client.saving.restore import restore
 from nbdist.client.saving.save import KEEP, SaveReport, save
+from nbdist.client.session.allocation_end import AllocationEnd
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.start import farewell
 from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
@@ -46,6 +47,7 @@ from nbdist.plan import Plan
 from nbdist.visits import name_of
 from nbdist.wire.messages.handover import Choices
 from nbdist.wire.messages.life import RankInfo, StartOptions
+from nbdist.wire.messages.output import Notice
 
 T = TypeVar("T")
 R = TypeVar("R", HealReport, ShrinkReport)
@@ -83,6 +85,8 @@ class Session(RankRequests):
                 run equals one that was not. Costs a copy of them after each step.
         on_death: What to do when ranks die under a cell. "ask": raise `RankDied`. "heal": replace them, and run the
                 cell again from the last step of what is prepared. "stop": end the session.
+        end_grace: Seconds by which the session outlives SIGTERM, for a save: schedulers end jobs by that signal. It is
+                announced, as SIGUSR1 is.
         replace: Whether to stop this notebook's other sessions first; a message reports it.
         progress: Called with a line of text while the ranks start.
 
@@ -118,6 +122,7 @@ class Session(RankRequests):
         keep: bool = False,
         exact: bool = False,
         on_death: OnDeath = "ask",
+        end_grace: float = 0.0,
         replace: bool = True,
         progress: Callable[[StartLine], None] = lambda line: None,
     ) -> None:
@@ -126,6 +131,7 @@ class Session(RankRequests):
         self._settings, self._nodes = nodes_wanted(given)
         self._rank_set = RankSet(farewell.linger_or_default(self._settings.linger), self._settings.keep)
         self._plan = SessionPlan()
+        self._watch_end()
         options = self._start_options(self._settings.num_processes)
         if replace:
             _stop_others()
@@ -139,6 +145,7 @@ class Session(RankRequests):
         self._settings = StartSettings.among(msgspec.structs.asdict(began) | {"on_death": began.choices.on_death})
         self._nodes = began.nodes
         self._plan = SessionPlan()
+        self._watch_end()
         self._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
         _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), self)]
@@ -146,6 +153,11 @@ class Session(RankRequests):
             show(line)
         conclude(attachment.ended, show)
         self.cells = [BackgroundCell(task, None, self) for task in attachment.running]
+
+    def _watch_end(self) -> None:
+        notify = self._rank_set.traffic.notify
+        self._end = AllocationEnd(self, lambda text: notify(Notice(text)))
+        self._rank_set.on_end = self._end.hear
 
     def restart(
         self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
@@ -165,6 +177,7 @@ class Session(RankRequests):
         return self._plan.carry(options, self._nodes)
 
     def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
+        self._end.begin()
         self._rank_set.start(options, progress, self._nodes)
         self._keep_choices()
 
@@ -526,6 +539,11 @@ class Session(RankRequests):
 def rank_set_of(session: Session) -> RankSet:
     """Return the ranks of a session, for parts of the client that need more of them than a user does."""
     return session._rank_set
+
+
+def end_of(session: Session) -> AllocationEnd:
+    """Return what is known of the end of a session's allocation."""
+    return session._end
 
 
 def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:

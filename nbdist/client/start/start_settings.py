@@ -323,6 +323,13 @@ class StartSettings:
         "ask, which only reports it)",
     )
 
+    end_grace: float = _setting(
+        0.0,
+        Duration(zero=True),
+        "how long SIGTERM, by which schedulers end jobs, leaves for a save: 25, 2m (default: 0, not at all)",
+        metavar="TIME",
+    )
+
     def __post_init__(self) -> None:
         for name, setting in START_SETTINGS.items():
             setting.check(name, getattr(self, name))

@@ -25,6 +25,7 @@ from nbdist.controller.ranks.messenger import Messenger
 from nbdist.controller.ranks.newcomers import Newcomers
 from nbdist.wire.base.message import Handlers, Message
 from nbdist.wire.lanes import AGENT_TRANSFERS, RANK_CELL, RANK_CONTROL
+from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import Execute, InOrder, Interrupt, Reply, Returned
 from nbdist.wire.messages.healing import GiveUpHeal, Grow, Heal, JoinGroups, Shrink
 from nbdist.wire.messages.life import Died, Obstacle, Progress, Started, StartFailed, StartOptions
@@ -340,6 +341,7 @@ class Members:
             .on(WidgetMessage, lambda message, rank: self.outbox.to_notebook(message))
             .on(InOrder, self._in_order)
             .on(Ready, self._ready)
+            .on(EndAnnounced, self._end_announced)
         )
 
     def handle_rank(self, rank: Rank, message: Message) -> None:
@@ -372,6 +374,10 @@ class Members:
     def _in_order(self, message: InOrder, rank: Rank) -> None:
         if not self.newcomers.in_order(rank.rank, message):
             self.cells.in_order(rank.rank, message, time.monotonic())
+
+    def _end_announced(self, message: EndAnnounced, rank: Rank) -> None:
+        info = next(each for each in self.roster.infos() if each.rank == rank.rank)
+        self.outbox.to_notebook(msgspec.structs.replace(message, rank=rank.rank, host=info.host))
 
     def _part_ended(self, reply: Reply) -> None:
         """Note that a cell is over on a rank."""

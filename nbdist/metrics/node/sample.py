@@ -202,13 +202,14 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One look at everything."""
+    """One look at everything. end: when the allocation ends, in words; empty: it is not known."""
 
     at: float
     ranks: list[RankSample] = []
     nodes: list[NodeSample] = []
     cell: int = 0
     generation: int = 0
+    end: str = ""
 
 
 def as_of(node: NodeSample, age: float) -> NodeSample:

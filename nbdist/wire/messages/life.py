@@ -46,7 +46,8 @@ else:
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a session that its ranks have to know, on each of its starts: by the names of its keywords.
 
-    exact: also restore buffers and random numbers that an interrupted step changed.
+    exact: also restore buffers and random numbers that an interrupted step changed. end_grace: by which SIGTERM is
+    outlived.
     """
 
     gpus: list[str] | None = None
@@ -54,6 +55,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     init: bool = True
     timeout: Seconds = 1800.0
     exact: bool = False
+    end_grace: Seconds = 0.0
 
 
 class StartOptions(RankSettings, frozen=True):

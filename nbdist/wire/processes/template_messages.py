@@ -19,11 +19,13 @@ class TemplateMessage(msgspec.Struct, array_like=True, tag=True, frozen=True):
 class Fork(TemplateMessage, frozen=True):
     """Fork a rank with the descriptors of its stdout, stderr and setup; None for the store (socket, stderr).
 
-    fresh: start it as a new Python, in the ranks' environment.
+    fresh: start it as a new Python, in the ranks' environment. spared: whether SIGTERM does not end it at once, nor the
+    template.
     """
 
     rank: int | None
     fresh: bool = False
+    spared: bool = False
 
 
 class EndChildren(TemplateMessage, frozen=True):

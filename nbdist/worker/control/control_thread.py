@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import zmq
 
 from nbdist.errors import NbdistError
+from nbdist.wire.base.message import Message
 from nbdist.wire.frames import decode, encode
 from nbdist.wire.messages.cells import Interrupt
 from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
@@ -128,6 +129,11 @@ class ControlThread:
     def _answer_later(self, message: Ask, work: Work) -> None:
         """Send an answer from the thread that computed it: the socket belongs to this one."""
         self._answered.append(self._answer(message, work))
+        self._waker.wake()
+
+    def say(self, message: Message) -> None:
+        """Send what is nobody's answer. From any thread, and from handlers of signals."""
+        self._answered.append(encode(message))
         self._waker.wake()
 
     def _say_of_debugger(self, request: int, said: DebugBytes) -> None:

@@ -1,0 +1,25 @@
+"""What announces that the ranks are about to be ended from outside, by a scheduler for example."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nbdist.wire.base.message import Message, Seconds
+
+EndSource = Literal["SIGUSR1", "SIGTERM", "clock"]
+Recipient = Literal["controller", "agent", "rank", "notebook"]
+
+
+class EndAnnounced(Message, frozen=True):
+    """The allocation ends soon, or the session does.
+
+    source: the signal that one of our processes got, or a time that was known before. recipient, pid: that process.
+    rank: if it is one. host: its machine; "": the notebook's. seconds: until the end; None: not known.
+    """
+
+    source: EndSource
+    recipient: Recipient = "notebook"
+    pid: int = 0
+    rank: int = -1
+    host: str = ""
+    seconds: Seconds | None = None

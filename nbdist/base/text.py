@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -68,6 +69,43 @@ def parse_duration(text: str) -> float | None:
     """Return the seconds of a time span: "90", "90s", "15m", "12h", "2d"; None if it is none."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?([a-z]*)", text.strip())
     return float(found[1]) * _SPANS[found[2]] if found and found[2] in _SPANS else None
+
+
+_CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
+_TIME_LEFT = re.compile(r"(?:(?:([0-9]+)-)?([0-9]+):)?([0-9]+):([0-9]{2})")
+
+
+def parse_clock(text: str, now: float) -> float | None:
+    """Return the next moment at which it is "18:00" or "18:00:30" here, or that of an ISO date; None: it is neither.
+
+    Args:
+        text: The text.
+        now: The present, by `time.time`, as is what is returned.
+    """
+    if (found := _CLOCK.fullmatch(text.strip())) is not None:
+        hour, minute, second = (int(part or 0) for part in found.groups())
+        today = datetime.fromtimestamp(now)
+        at = today.replace(hour=hour, minute=minute, second=second, microsecond=0)
+        return (at if at > today else at + timedelta(days=1)).timestamp()
+    try:
+        return datetime.fromisoformat(text.strip().replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def parse_time_left(text: str) -> float | None:
+    """Return the seconds of "3600", or of "[D-]HH:MM:SS" and "MM:SS" as Slurm has them; None: it is neither.
+
+    Infinite for UNLIMITED.
+    """
+    text = text.strip()
+    if text.upper() == "UNLIMITED":
+        return math.inf
+    if (found := _TIME_LEFT.fullmatch(text)) is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    seconds_only = re.fullmatch(r"[0-9]+(\.[0-9]*)?", text)
+    return float(text) if seconds_only else None
 
 
 def energy(joules: float) -> str:

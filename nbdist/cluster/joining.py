@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nbdist.base import network
 from nbdist.base.processes import describe_exit, python_command
-from nbdist.cluster.launchers import without_place
+from nbdist.cluster.launchers import job_end, without_place
 from nbdist.devices import visible_gpus
 from nbdist.errors import UsageError
 from nbdist.wire.base.keys import Keys
@@ -113,8 +113,9 @@ def _introduce(token: Token, url: str) -> Welcome:
     guest = connect(context, keys, lane, _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
     events = guest.get_monitor_socket()
     try:
+        who = Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()), job_end(os.environ))
         with contextlib.suppress(zmq.Again):  # the keys were refused already, and nothing takes it
-            guest.send(encode(Join(VERSION, socket.gethostname(), Versions.here(), len(visible_gpus()))), zmq.NOBLOCK)
+            guest.send(encode(who), zmq.NOBLOCK)
         answer = _answer(guest, events, url)
     finally:
         guest.disable_monitor()

@@ -6,6 +6,7 @@ The one place that knows their variables. Starts nothing.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,16 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else None
+
+
+END_VARIABLE = "SLURM_JOB_END_TIME"  # seconds since 1970
+_NO_END = 300 * 86400.0  # seconds: a job without a limit is said to end in a year
+
+
+def job_end(environment: Mapping[str, str]) -> float | None:
+    """Return when this process's job ends, by `time.time`; None: it is in none, or none that ends is known."""
+    at = _number(environment, END_VARIABLE)
+    return float(at) if at is not None and 0 < at - time.time() < _NO_END else None
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:

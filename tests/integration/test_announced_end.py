@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,3 +149,47 @@ def test_without_a_grace_sigterm_ends_the_session_at_once(own_ranks: Kernel) -> 
     os.kill(find(own_ranks.pid, "controller"), signal.SIGTERM)
     await_end(others)
     wait_until(lambda: not psutil.Process(own_ranks.pid).children(), "the rest to end")
+
+
+# --- an end that is known before
+
+
+def test_an_end_that_is_near_is_said_once_and_shown_until_then(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.ok("%load_ext nbdist")
+    started = kernel.ok("%distributed start -n 2 --time-left 'echo 100' --warn 99").stdout
+    assert re.search(r"^the allocation ends in \d+ s, at \d\d:\d\d \(--time-left\)$", started, re.MULTILINE), started
+    shown = re.compile(r"the allocation ends in \d+ s, at \d\d:\d\d \(--time-left\)")
+    assert shown.match(told(kernel)) and shown.search(kernel.ok("%distributed panel --text").stdout)
+    assert 0 < kernel.value("__import__('nbdist').get_session().time_left") < 100
+    kernel.ok("%distributed stop")
+    command = tmp_path / "left.sh"
+    command.write_text(f"left=$(({int(time.time()) + 10} - $(date +%s)))\necho $((left > 0 ? left : 0))")
+    kernel.ok(f"%distributed start -n 2 --time-left 'sh {command}'")
+    cell = waiting(kernel, tmp_path / "gate")
+    cell.wait_for("nbdist: the allocation ends in ")  # less than ten minutes, so at half of the time
+    (tmp_path / "gate").touch()
+    cell.finish()
+    assert cell.outcome.stderr.count("the allocation ends") == 1
+    wait_until(lambda: told_of_past(kernel), "the end to be over")
+
+
+def told_of_past(kernel: Kernel) -> bool:
+    return "the allocation was to end before now (--time-left)" in kernel.ok("%distributed status").stdout
+
+
+def test_the_end_of_the_job_is_known_without_a_flag_and_to_who_attaches(tmp_path: Path) -> None:
+    end = str(int(time.time()) + 3600)
+    with Kernel(SLURM_JOB_END_TIME=end) as first, Kernel() as second:
+        first.ok("%load_ext nbdist\n%distributed start -n 1")
+        assert "(SLURM_JOB_END_TIME)" in told(first)
+        first.ok("%distributed detach --linger 60")
+        second.ok("%load_ext nbdist\n%distributed attach")
+        assert re.match(r"the allocation ends in \d+ min, at \d\d:\d\d \(SLURM_JOB_END_TIME\)", told(second))
+        second.ok("%distributed stop")
+
+
+@pytest.mark.parametrize("flags", ["--until 6pm", "--time-left false", "--until 23:59 --time-left 'echo 1'"])
+def test_what_does_not_tell_the_end_starts_nothing(flags: str, kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    kernel.fails(f"%distributed start -n 2 {flags}", "UsageError")
+    assert kernel.value("__import__('nbdist').client.session.current.current_session()") is None

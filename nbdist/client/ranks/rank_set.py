@@ -82,6 +82,7 @@ class RankSet:
         left: Why it is closed although its ranks live: another client has them, or they were left alone.
         linger: Seconds that the ranks outlive a crash.
         started_in: Seconds that the last start took.
+        ends_at: When the first job of another machine ends, by `time.time`.
         traffic: Which rank runs what; for other parts of the client.
         instances: Those of this process that have started, by the keys of their traffic.
         talk: With the controller, about the life of the ranks.
@@ -97,6 +98,7 @@ class RankSet:
         self.broken = self.left = ""
         self.stopped = False
         self.started_in = 0.0
+        self.ends_at: float | None = None
         self.traffic = Traffic(_weakly(self._on_life))
         self.linger = linger
         self._keep = keep
@@ -303,7 +305,7 @@ class RankSet:
             self._park()
             raise (PortTaken if started.obstacle == "port taken" else SessionBroken)(started.text)
         assert isinstance(started, Started)
-        self.ranks, self.backend = started.ranks, started.backend
+        self.ranks, self.backend, self.ends_at = started.ranks, started.backend, started.ends_at
         self._serials = itertools.count(started.first_serial)
         self.traffic.begin(started)
         self.closed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -9,9 +10,12 @@ from collections.abc import Callable
 
 from nbdist.client.reports.announced_end import describe_end, when
 from nbdist.client.requests.rank_requests import RankRequests
+from nbdist.client.start.expected_end import ExpectedEnd
 from nbdist.wire.messages.announcements import EndAnnounced, EndSource
 
 _TOGETHER = 30.0  # seconds within which the same signal to several processes is one announcement
+_PERIOD = 60.0  # seconds between two looks at the clock, which others may set
+_ASK_AGAIN = 300.0  # seconds until the user's command is asked again how long it is
 
 
 def on_end_announced(session: RankRequests, announcement: EndAnnounced, say: Callable[[str], None]) -> None:
@@ -30,19 +34,77 @@ class AllocationEnd:
 
     Args:
         session: Whose allocation it is; referred to weakly.
+        is_open: Whether it has ranks.
         say: Shows the user a line.
     """
 
-    def __init__(self, session: RankRequests, say: Callable[[str], None]) -> None:
+    def __init__(self, session: RankRequests, is_open: Callable[[], bool], say: Callable[[str], None]) -> None:
         self._session = weakref.ref(session)
+        self._is_open = is_open
         self._say = say
-        self._announced: dict[EndSource, tuple[float, EndAnnounced]] = {}  # with when, by time.time
         self._lock = threading.Lock()
+        self._announced: dict[EndSource, tuple[float, EndAnnounced]] = {}  # with when, by time.time
+        self._expected: ExpectedEnd | None = None
+        self._lead = 0.0  # seconds before it when it is to be announced
+        self._asked = 0.0
+        self._over = threading.Event()  # ends the thread that watches the clock
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the end, 0 after it; None: it is not known."""
+        with self._lock:
+            return self._left()
+
+    def _left(self) -> float | None:
+        ends = [at + known.seconds for at, known in self._announced.values() if known.seconds is not None]
+        if self._expected is not None and self._expected.at < math.inf:
+            ends.append(self._expected.at)
+        return max(0.0, min(ends) - time.time()) if ends else None
 
     def begin(self) -> None:
-        """Forget what was announced: the ranks are new ones."""
+        """Begin with new ranks: nothing has been announced."""
         with self._lock:
             self._announced.clear()
+
+    def expect(self, expected: ExpectedEnd | None, warn: float) -> None:
+        """Announce an end that is known.
+
+        Args:
+            expected: The end; None: none is known.
+            warn: Seconds before it; half of the time if less is left. 0: don't.
+        """
+        with self._lock:
+            self._over.set()
+            self._over = over = threading.Event()
+            self._expected, self._asked = expected, time.monotonic()
+            self._lead = 0.0
+            if expected is not None:
+                self._lead = min(warn, max(0.0, expected.at - time.time()) / 2)
+        if expected is not None and self._lead:
+            arguments = (weakref.ref(self), over)
+            threading.Thread(target=_watch, args=arguments, name="nbdist-clock", daemon=True).start()
+
+    def look(self) -> float | None:
+        """Announce the end if it is time. Returns the seconds until the next look; None: none is needed."""
+        with self._lock:
+            expected, asked = self._expected, self._asked
+        if expected is None or self._session() is None:
+            return None
+        now = time.time()
+        if expected.command and (time.monotonic() - asked >= _ASK_AGAIN or now >= expected.at - self._lead):
+            expected = expected.asked_again()
+        with self._lock:
+            if expected is not self._expected:
+                self._expected, self._asked = expected, time.monotonic()
+            due = expected.at - self._lead
+            said = "clock" in self._announced
+            if said and now < due - _PERIOD:  # it has been put off
+                del self._announced["clock"]
+        if now < due:
+            return min(_PERIOD, due - now)
+        if not said:
+            self.hear(EndAnnounced("clock", seconds=max(0.0, expected.at - now)))
+        return _PERIOD if expected.command else None
 
     def hear(self, announcement: EndAnnounced) -> None:
         """Note an announcement, and act on it. From any thread, and from handlers of signals: it does not wait."""
@@ -55,17 +117,31 @@ class AllocationEnd:
             if known is not None and now - known[0] < _TOGETHER:
                 return
             self._announced[announcement.source] = now, announcement
-        if (session := self._session()) is not None:
+        session = self._session()
+        if session is not None and self._is_open():
             on_end_announced(session, announcement, self._say)
 
     @property
     def words(self) -> str:
         """When the end is, for the panel and `status`; "" if nothing is known."""
         with self._lock:
-            last = max(self._announced.values(), key=lambda each: each[0], default=None)
-        if last is None:
-            return ""
-        at, announcement = last
-        if announcement.seconds is None:
-            return f"the allocation ends soon ({announcement.source} at {time.strftime('%H:%M', time.localtime(at))})"
-        return f"the session ends {when(at + announcement.seconds - time.time())} ({announcement.source})"
+            left = self._left()
+            signals = [(at, known) for at, known in self._announced.values() if known.source != "clock"]
+            source = self._expected.source if self._expected is not None else ""
+        if not signals and left == 0:
+            return f"the allocation was to end before now ({source})"
+        if not signals:
+            return "" if left is None else f"the allocation ends {when(left)} ({source})"
+        at, last = max(signals, key=lambda each: each[0])
+        came = f"{last.source} at {time.strftime('%H:%M', time.localtime(at))}"
+        if left is None:
+            return f"the allocation ends soon ({came})"
+        return f"{'the allocation' if last.seconds is None else 'the session'} ends {when(left)} ({came})"
+
+
+def _watch(known: weakref.ref[AllocationEnd], over: threading.Event) -> None:
+    wait: float | None = 0.0
+    while wait is not None and not over.wait(wait):
+        end = known()
+        wait = None if end is None else end.look()
+        del end

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 import weakref
@@ -35,6 +36,7 @@ from nbdist.client.saving.save import KEEP, SaveReport, save
 from nbdist.client.session.allocation_end import AllocationEnd
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.start import farewell
+from nbdist.client.start.expected_end import ExpectedEnd, end_of_job, expected_end
 from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
 from nbdist.client.start.session_plan import SessionPlan, has_chosen_plan
 from nbdist.client.start.start_options import start_options
@@ -85,6 +87,9 @@ class Session(RankRequests):
                 run equals one that was not. Costs a copy of them after each step.
         on_death: What to do when ranks die under a cell. "ask": raise `RankDied`. "heal": replace them, and run the
                 cell again from the last step of what is prepared. "stop": end the session.
+        until: When the allocation ends, "18:00" or an ISO date; None: when the Slurm job does, if this is one.
+        time_left: A command that prints how long that is, in seconds or as [D-]HH:MM:SS, instead.
+        warn: Seconds before that, when the notebook is told; 0: it is not.
         end_grace: Seconds by which the session outlives SIGTERM, for a save: schedulers end jobs by that signal. It is
                 announced, as SIGUSR1 is.
         replace: Whether to stop this notebook's other sessions first; a message reports it.
@@ -122,6 +127,9 @@ class Session(RankRequests):
         keep: bool = False,
         exact: bool = False,
         on_death: OnDeath = "ask",
+        until: str | None = None,
+        time_left: str | None = None,
+        warn: float = 600.0,
         end_grace: float = 0.0,
         replace: bool = True,
         progress: Callable[[StartLine], None] = lambda line: None,
@@ -131,7 +139,7 @@ class Session(RankRequests):
         self._settings, self._nodes = nodes_wanted(given)
         self._rank_set = RankSet(farewell.linger_or_default(self._settings.linger), self._settings.keep)
         self._plan = SessionPlan()
-        self._watch_end()
+        self._watch_end(expected_end(self._settings))
         options = self._start_options(self._settings.num_processes)
         if replace:
             _stop_others()
@@ -142,10 +150,13 @@ class Session(RankRequests):
     def _take_over(self, name: str | None, *, take: bool, show: Callable[[str], None]) -> None:
         told, attachment = take_over(self._rank_set, name, take=take)
         began = told.started
-        self._settings = StartSettings.among(msgspec.structs.asdict(began) | {"on_death": began.choices.on_death})
+        choices = began.choices
+        chosen = {"on_death": choices.on_death, "warn": choices.warn}
+        self._settings = StartSettings.among(msgspec.structs.asdict(began) | chosen)
         self._nodes = began.nodes
         self._plan = SessionPlan()
-        self._watch_end()
+        self._watch_end(None if choices.ends_at is None else ExpectedEnd(choices.ends_at, choices.end_source))
+        self._end.expect(self._expected, self._settings.warn)
         self._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
         _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), self)]
@@ -154,9 +165,9 @@ class Session(RankRequests):
         conclude(attachment.ended, show)
         self.cells = [BackgroundCell(task, None, self) for task in attachment.running]
 
-    def _watch_end(self) -> None:
-        notify = self._rank_set.traffic.notify
-        self._end = AllocationEnd(self, lambda text: notify(Notice(text)))
+    def _watch_end(self, expected: ExpectedEnd | None) -> None:
+        self._expected, ranks = expected, self._rank_set
+        self._end = AllocationEnd(self, lambda: not ranks.closed, lambda text: ranks.traffic.notify(Notice(text)))
         self._rank_set.on_end = self._end.hear
 
     def restart(
@@ -179,11 +190,24 @@ class Session(RankRequests):
     def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
         self._end.begin()
         self._rank_set.start(options, progress, self._nodes)
+        self._expect_end(progress)
         self._keep_choices()
+
+    def _expect_end(self, progress: Callable[[StartLine], None]) -> None:
+        """Take the end that the user names, else that of the first job."""
+        of_nodes = end_of_job(self._rank_set.ends_at)
+        if of_nodes is not None and (self._expected is None or self._expected.is_later_job(of_nodes)):
+            self._expected = of_nodes
+        self._end.expect(self._expected, self._settings.warn)
+        if words := self._end.words:
+            progress(StartLine(words))
 
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
-        self._rank_set.traffic.send(Choices(self.plan.to_json(), self._settings.on_death, self._nodes))
+        end = self._expected
+        at, source = (end.at, end.source) if end is not None and end.at < math.inf else (None, "")
+        choices = Choices(self.plan.to_json(), self._settings.on_death, self._nodes, at, source, self._settings.warn)
+        self._rank_set.traffic.send(choices)
 
     @classmethod
     def attach(
@@ -294,6 +318,11 @@ class Session(RankRequests):
     def broken(self) -> str:
         """Why it is closed, if nobody closed it."""
         return self._rank_set.broken
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds until the allocation ends, or the session after SIGTERM; None: that is not known."""
+        return self._end.seconds_left
 
     @property
     def name(self) -> str:

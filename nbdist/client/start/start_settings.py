@@ -7,13 +7,14 @@ depends on this machine, or on how settings go together, is checked where they t
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from nbdist.base import limits
 from nbdist.base.checks import check_seconds, check_whole
-from nbdist.base.text import did_you_mean
+from nbdist.base.text import did_you_mean, parse_clock
 from nbdist.errors import UsageError
 from nbdist.planning.kinds import Choice, Kind, Switch
 
@@ -86,6 +87,22 @@ class Duration(Kind):
                 f"`{_flag(name)} {self.default:g}` is the default"
             )
         return float(value)
+
+
+class EndTime(Kind):
+    """A moment to come."""
+
+    def refined(self, name: str, value: Any) -> str:
+        at = parse_clock(value, time.time()) if isinstance(value, str) else None
+        if at is None:
+            raise UsageError(f"{name} must be a time, for example 18:00 or 2030-01-31T06:00, not {value!r}")
+        if at < time.time():
+            raise UsageError(f"{name} must be a time to come, and {value} is over")
+        return str(value)
+
+
+class ShellCommand(NonEmptyText):
+    """A command for the shell."""
 
 
 class Gpus(Kind):
@@ -323,6 +340,24 @@ class StartSettings:
         "ask, which only reports it)",
     )
 
+    until: str | None = _setting(
+        None,
+        EndTime(),
+        "when the allocation ends: 18:00, or an ISO date (default: the end of the Slurm job)",
+        metavar="TIME",
+    )
+    time_left: str | None = _setting(
+        None,
+        ShellCommand(),
+        "command that prints how long the allocation lasts: seconds, or [D-]HH:MM:SS",
+        metavar="COMMAND",
+    )
+    warn: float = _setting(
+        600.0,
+        Duration(zero=True),
+        "how long before its end the notebook is told: 90, 10m, 1h (default: 10m)",
+        metavar="TIME",
+    )
     end_grace: float = _setting(
         0.0,
         Duration(zero=True),

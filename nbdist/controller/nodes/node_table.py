@@ -60,6 +60,7 @@ class KnownNode:
         silent: Whether that has been reported.
         cut_off: Whether its connection has ended. The reason may be on its way, by another connection.
         answers: How many pings it has answered.
+        ends_at: When its job ends, by `time.time`; None: that is not known.
     """
 
     number: int
@@ -72,6 +73,7 @@ class KnownNode:
     silent: bool = False
     cut_off: bool = False
     answers: int = 0
+    ends_at: float | None = None
 
 
 class NodeTable:
@@ -327,13 +329,18 @@ class NodeTable:
         names = {node.host for node in self}
         host = message.host if message.host not in names else f"{message.host}#{number}"
         now = time.monotonic()
-        self._nodes[number] = KnownNode(number, host, message.gpus, seat, heard=now)
+        self._nodes[number] = KnownNode(number, host, message.gpus, seat, heard=now, ends_at=message.ends_at)
         self._ping_at = min(self._ping_at, now + self._ping_period)
         self.due_to_come = now + self._wanted.patience if self.missing else float("inf")
         head = self._wanted.ranks_of(0) != 0  # else it is none of the nodes that count
         there = f"{len(self._nodes) - (not head)} of {counted(self._wanted.count - (not head), 'node')}"
         self._tell(Progress("nodes", f"{host} has joined as node {number} ({there})"))
         return True
+
+    @property
+    def first_end(self) -> float | None:
+        """When the first job of a node ends."""
+        return min((node.ends_at for node in self if node.ends_at is not None), default=None)
 
     def _objection(self, key: bytes, message: Join) -> str:
         """Return why a guest can't be a node; "" if it can."""

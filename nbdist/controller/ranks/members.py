@@ -136,6 +136,7 @@ class Members:
                     notes,
                     self._first_serial,
                     self.roster.slack.answers,
+                    self._nodes.first_end,
                 )
             )
         elif now > self._bring_up.due:

@@ -38,12 +38,16 @@ class Choices(Message, frozen=True):
     """What the client has chosen for these ranks, which the controller keeps for another one.
 
     plan: how models are made distributed, as JSON. on_death: what the client does when ranks die. nodes: which another
-    start is to have; None: those of the last one.
+    start is to have; None: those of the last one. ends_at, end_source: when the allocation ends, by `time.time`, and
+    who says so. warn: seconds before that, when it is to be said.
     """
 
     plan: str = "{}"
     on_death: Literal["ask", "heal", "stop"] = "ask"
     nodes: NodesWanted | None = None
+    ends_at: float | None = None
+    end_source: str = ""
+    warn: Seconds = 600.0
 
 
 class StartedWith(RankSettings, frozen=True):

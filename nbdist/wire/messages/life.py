@@ -158,6 +158,7 @@ class Started(Message, frozen=True):
     """The ranks are up and their process group is ready.
 
     first_serial: where the client's count of cells starts. slack: seconds that answers may take beyond their limits.
+    ends_at: when the first job of a node ends, by `time.time`.
     """
 
     incarnation: int
@@ -166,6 +167,7 @@ class Started(Message, frozen=True):
     notes: list[str]
     first_serial: int
     slack: Seconds = 0.0
+    ends_at: float | None = None
 
 
 Obstacle = Literal["port taken", "other"]  # why ranks could not start

@@ -109,12 +109,13 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """A guest wants to be a node. host: its name. gpus: that it could use."""
+    """A guest wants to be a node. host: its name. gpus: that it could use. ends_at: when its job ends, by its clock."""
 
     version: int
     host: str
     versions: Versions
     gpus: int
+    ends_at: float | None = None
 
 
 class Welcome(Message, frozen=True):

@@ -193,3 +193,31 @@ def test_what_does_not_tell_the_end_starts_nothing(flags: str, kernel: Kernel) -
     kernel.ok("%load_ext nbdist")
     kernel.fails(f"%distributed start -n 2 {flags}", "UsageError")
     assert kernel.value("__import__('nbdist').client.session.current.current_session()") is None
+
+
+# --- ranks that are idle
+
+
+def test_idle_ranks_are_announced_to_end_and_then_end(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\nhere = 5")
+    kernel.ok("%distributed start -n 2 --idle 4s")
+    pids = kernel.rank_pids()
+    cell = kernel.start("%%distributed\npass")
+    cell.finish()
+    cell.wait_late("the ranks are idle, and end in 2 s, at ")
+    cell.wait_late("the ranks have ended, as no cell had run on them for 4 s (`start --idle`)")
+    await_end(pids)
+    assert "`%distributed start` starts new ranks" in kernel.fails("%%distributed\npass", "SessionClosed").evalue
+    assert kernel.value("here") == 5
+    assert "2 ranks ready" in kernel.ok("%distributed start -n 2").stdout
+
+
+def test_a_cell_keeps_the_ranks_from_ending(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    kernel.ok("%distributed start -n 2 --idle 3s")
+    cell = kernel.start("%%distributed\npass")
+    cell.finish()
+    cell.wait_late("the ranks are idle")
+    kernel.ok("%%distributed\nimport time\ntime.sleep(4)  # longer than ranks may be idle\nkept = rank")
+    assert "--idle" not in told(kernel)
+    assert kernel.ok("%%distributed\nprint(kept)").lines == {0: ["0"], 1: ["1"]}

@@ -95,6 +95,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("until", "2020-01-31T06:00", "until must be a time to come, and 2020-01-31T06:00 is over"),
     ("time_left", "", "time_left must be a non-empty str, not ''"),
     ("warn", "10m", "warn must be a number of seconds of 0 or more, not '10m': `warn=60`"),
+    ("idle", 0, "idle must be a number of seconds above 0, not 0: `idle=60`"),
     ("end_grace", -1, "end_grace must be a number of seconds of 0 or more, not -1: `end_grace=60`"),
     ("keep", 1, "keep must be True or False, not 1"),
     ("exact", "yes", "exact must be True or False, not 'yes'"),
@@ -159,6 +160,7 @@ def test_a_line_without_flags_leaves_all_settings_at_their_defaults() -> None:
         ("--until 18:00", "until", "18:00"),
         ("--time-left 'squeue -h -j 1 -O TimeLeft'", "time_left", "squeue -h -j 1 -O TimeLeft"),
         ("--warn 5m", "warn", 300.0),
+        ("--idle 30m", "idle", 1800.0),
         ("--end-grace 2m", "end_grace", 120.0),
         ("--keep", "keep", True),
         ("--exact", "exact", True),
@@ -176,6 +178,7 @@ def test_a_flag_sets_one_setting(line: str, name: str, value: object) -> None:
         ("--num-nodes x", "invalid number 'x': use 1 or more"),
         ("--timeout never", "invalid duration 'never': use a number of seconds greater than 0, for example 60"),
         ("--linger 12w", "invalid duration '12w': use, for example, 0, 90, 15m, or 12h"),
+        ("--idle 0", "invalid duration '0': use, for example, 90s, 30m, or 2h"),
         ("--on-death hael", "invalid choice: 'hael'"),
     ],
 )

@@ -144,6 +144,14 @@ def linger(text: str) -> float:
     return value
 
 
+def span_above_zero(text: str) -> float:
+    """Parse a duration greater than 0, with or without a unit."""
+    value = parse_duration(text)
+    if not value or value > LONGEST:
+        raise argparse.ArgumentTypeError(f"invalid duration {text!r}: use, for example, 90s, 30m, or 2h")
+    return value
+
+
 def _float(text: str) -> float:
     try:
         return float(text)

@@ -8,12 +8,13 @@ from typing import Any
 
 from nbdist.base.text import split_commas
 from nbdist.client.magic_lines.cluster_flags import add_cluster_flags, cluster_flags
-from nbdist.client.magic_lines.magic_line import count, linger, number, seconds
+from nbdist.client.magic_lines.magic_line import count, linger, number, seconds, span_above_zero
 from nbdist.client.start.start_settings import (
     START_SETTINGS,
     ClusterProfile,
     Duration,
     Gpus,
+    IdleTime,
     RankCount,
     WholeNumber,
 )
@@ -56,6 +57,8 @@ def _reader(kind: Kind) -> Callable[[str], Any]:
         return count
     if isinstance(kind, WholeNumber):
         return number
+    if isinstance(kind, IdleTime):
+        return span_above_zero
     if isinstance(kind, Duration):
         return linger if kind.zero else seconds
     return split_commas if isinstance(kind, Gpus) else str

@@ -79,10 +79,13 @@ class RankSet:
         closed: Whether it has no ranks.
         broken: Why it is closed, if nobody closed it.
         stopped: Whether that is because somebody ended it from outside.
-        left: Why it is closed although its ranks live: another client has them, or they were left alone.
+        left: Why it is closed, if nobody closed it and nothing broke: another client has its ranks, they were left
+            alone, or they have been idle for too long.
         linger: Seconds that the ranks outlive a crash.
         started_in: Seconds that the last start took.
         ends_at: When the first job of another machine ends, by `time.time`.
+        last_used: When it was last given something to run, by `time.monotonic`.
+        sets_started: How many times ranks have been started, or taken over.
         traffic: Which rank runs what; for other parts of the client.
         instances: Those of this process that have started, by the keys of their traffic.
         talk: With the controller, about the life of the ranks.
@@ -99,6 +102,8 @@ class RankSet:
         self.stopped = False
         self.started_in = 0.0
         self.ends_at: float | None = None
+        self.last_used = 0.0
+        self.sets_started = 0
         self.traffic = Traffic(_weakly(self._on_life))
         self.linger = linger
         self._keep = keep
@@ -230,7 +235,8 @@ class RankSet:
             tasks: In the order of its cells.
         """
         self.ranks, self.backend, self.linger = attached.ranks, attached.backend, attached.started.linger
-        self._adopted = True
+        self._adopted, self.last_used = True, time.monotonic()
+        self.sets_started += 1
         if self._keep and not self.linger:
             self.linger = farewell.LINGER
         self._serials = itertools.count(attached.first_serial)
@@ -309,7 +315,9 @@ class RankSet:
         self._serials = itertools.count(started.first_serial)
         self.traffic.begin(started)
         self.closed = False
-        self.started_in = time.monotonic() - began
+        self.last_used = time.monotonic()
+        self.started_in = self.last_used - began
+        self.sets_started += 1
         remarks = remark_on_devices(options, self.ranks, self.backend), remark_on_tunnel(nodes)
         for note in filter(None, (*started.notes, *remarks)):
             progress(StartLine(note))
@@ -386,6 +394,7 @@ class RankSet:
             raise UsageError(f"code must be a str, not {type(code).__name__}: `session.run('print(rank)')`")
         check_seconds("grace", options.grace, optional=False)
         chosen = self.choose(ranks)
+        self.last_used = time.monotonic()
         if kind in ("cell", "call"):
             observers.cell_comes(self.traffic.key, chosen)
         task = Task(self.traffic, next(self._serials), chosen, code, options, kind)

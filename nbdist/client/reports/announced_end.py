@@ -14,6 +14,9 @@ def describe_end(announcement: EndAnnounced) -> str:
     """Return the line for the notebook."""
     if announcement.source == "clock":
         return f"the allocation ends {when(announcement.seconds or 0.0)}. {_SOON}."
+    if announcement.source == "idle":
+        ends = when(announcement.seconds or 0.0)
+        return f"the ranks are idle, and end {ends} (`start --idle`). A cell on them prevents that."
     reached = f"{announcement.source} has reached {_who(announcement)}"
     if announcement.seconds is None:
         return f"{reached}: the allocation ends soon. {_SOON}."

@@ -106,6 +106,11 @@ class AllocationEnd:
             self.hear(EndAnnounced("clock", seconds=max(0.0, expected.at - now)))
         return _PERIOD if expected.command else None
 
+    def withdraw(self, source: EndSource) -> None:
+        """Forget an announcement that does not hold any more."""
+        with self._lock:
+            self._announced.pop(source, None)
+
     def hear(self, announcement: EndAnnounced) -> None:
         """Note an announcement, and act on it. From any thread, and from handlers of signals: it does not wait."""
         threading.Thread(target=self._act, args=(announcement,), name="nbdist-end", daemon=True).start()
@@ -133,6 +138,8 @@ class AllocationEnd:
         if not signals:
             return "" if left is None else f"the allocation ends {when(left)} ({source})"
         at, last = max(signals, key=lambda each: each[0])
+        if last.source == "idle":
+            return f"the idle ranks end {when(left or 0.0)} (--idle)"
         came = f"{last.source} at {time.strftime('%H:%M', time.localtime(at))}"
         if left is None:
             return f"the allocation ends soon ({came})"

@@ -35,6 +35,7 @@ from nbdist.client.saving.restore import restore
 from nbdist.client.saving.save import KEEP, SaveReport, save
 from nbdist.client.session.allocation_end import AllocationEnd
 from nbdist.client.session.attaching import conclude, take_over
+from nbdist.client.session.idle_end import watch_idle
 from nbdist.client.start import farewell
 from nbdist.client.start.expected_end import ExpectedEnd, end_of_job, expected_end
 from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
@@ -90,6 +91,7 @@ class Session(RankRequests):
         until: When the allocation ends, "18:00" or an ISO date; None: when the Slurm job does, if this is one.
         time_left: A command that prints how long that is, in seconds or as [D-]HH:MM:SS, instead.
         warn: Seconds before that, when the notebook is told; 0: it is not.
+        idle: Seconds without a cell after which the ranks end; the notebook stays. None: they don't.
         end_grace: Seconds by which the session outlives SIGTERM, for a save: schedulers end jobs by that signal. It is
                 announced, as SIGUSR1 is.
         replace: Whether to stop this notebook's other sessions first; a message reports it.
@@ -130,6 +132,7 @@ class Session(RankRequests):
         until: str | None = None,
         time_left: str | None = None,
         warn: float = 600.0,
+        idle: float | None = None,
         end_grace: float = 0.0,
         replace: bool = True,
         progress: Callable[[StartLine], None] = lambda line: None,
@@ -151,12 +154,12 @@ class Session(RankRequests):
         told, attachment = take_over(self._rank_set, name, take=take)
         began = told.started
         choices = began.choices
-        chosen = {"on_death": choices.on_death, "warn": choices.warn}
+        chosen = {"on_death": choices.on_death, "warn": choices.warn, "idle": choices.idle}
         self._settings = StartSettings.among(msgspec.structs.asdict(began) | chosen)
         self._nodes = began.nodes
         self._plan = SessionPlan()
         self._watch_end(None if choices.ends_at is None else ExpectedEnd(choices.ends_at, choices.end_source))
-        self._end.expect(self._expected, self._settings.warn)
+        self._watch_for_ends()
         self._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
         _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), self)]
@@ -198,15 +201,21 @@ class Session(RankRequests):
         of_nodes = end_of_job(self._rank_set.ends_at)
         if of_nodes is not None and (self._expected is None or self._expected.is_later_job(of_nodes)):
             self._expected = of_nodes
-        self._end.expect(self._expected, self._settings.warn)
+        self._watch_for_ends()
         if words := self._end.words:
             progress(StartLine(words))
+
+    def _watch_for_ends(self) -> None:
+        self._end.expect(self._expected, self._settings.warn)
+        if self._settings.idle is not None:
+            watch_idle(self._rank_set, self._end, self._settings.idle)
 
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
         end = self._expected
         at, source = (end.at, end.source) if end is not None and end.at < math.inf else (None, "")
-        choices = Choices(self.plan.to_json(), self._settings.on_death, self._nodes, at, source, self._settings.warn)
+        chosen = self._settings
+        choices = Choices(self.plan.to_json(), chosen.on_death, self._nodes, at, source, chosen.warn, chosen.idle)
         self._rank_set.traffic.send(choices)
 
     @classmethod

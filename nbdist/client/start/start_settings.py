@@ -105,6 +105,10 @@ class ShellCommand(NonEmptyText):
     """A command for the shell."""
 
 
+class IdleTime(Duration):
+    """Seconds above 0, typed with or without a unit."""
+
+
 class Gpus(Kind):
     """GPUs; whether this machine has them is known where they are used."""
 
@@ -356,6 +360,12 @@ class StartSettings:
         600.0,
         Duration(zero=True),
         "how long before its end the notebook is told: 90, 10m, 1h (default: 10m)",
+        metavar="TIME",
+    )
+    idle: float | None = _setting(
+        None,
+        IdleTime(),
+        "end the ranks, and keep the notebook, when no cell has run on them for this long: 90s, 30m, 2h",
         metavar="TIME",
     )
     end_grace: float = _setting(

@@ -6,15 +6,16 @@ from typing import Literal
 
 from nbdist.wire.base.message import Message, Seconds
 
-EndSource = Literal["SIGUSR1", "SIGTERM", "clock"]
+EndSource = Literal["SIGUSR1", "SIGTERM", "clock", "idle"]
 Recipient = Literal["controller", "agent", "rank", "notebook"]
 
 
 class EndAnnounced(Message, frozen=True):
     """The allocation ends soon, or the session does.
 
-    source: the signal that one of our processes got, or a time that was known before. recipient, pid: that process.
-    rank: if it is one. host: its machine; "": the notebook's. seconds: until the end; None: not known.
+    source: the signal that one of our processes got, a time that was known before, or that no cell runs. recipient,
+    pid: that process. rank: if it is one. host: its machine; "": the notebook's. seconds: until the end; None: not
+    known.
     """
 
     source: EndSource

@@ -39,7 +39,7 @@ class Choices(Message, frozen=True):
 
     plan: how models are made distributed, as JSON. on_death: what the client does when ranks die. nodes: which another
     start is to have; None: those of the last one. ends_at, end_source: when the allocation ends, by `time.time`, and
-    who says so. warn: seconds before that, when it is to be said.
+    who says so. warn: seconds before that, when it is to be said. idle: seconds without a cell after which ranks end.
     """
 
     plan: str = "{}"
@@ -48,6 +48,7 @@ class Choices(Message, frozen=True):
     ends_at: float | None = None
     end_source: str = ""
     warn: Seconds = 600.0
+    idle: Seconds | None = None
 
 
 class StartedWith(RankSettings, frozen=True):

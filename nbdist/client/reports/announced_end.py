@@ -7,20 +7,26 @@ import time
 from nbdist.base.text import span
 from nbdist.wire.messages.announcements import EndAnnounced
 
-_SOON = "The ranks' variables end with it: save what you need"
+_SOON = "The ranks' variables end with it: save what you need (`%distributed save DIR`)."
 
 
-def describe_end(announcement: EndAnnounced) -> str:
-    """Return the line for the notebook."""
+def describe_end(announcement: EndAnnounced, then: str = _SOON) -> str:
+    """Return the line for the notebook.
+
+    Args:
+        announcement: What announced the end.
+        then: What is going to happen, or to do, in a sentence.
+    """
     if announcement.source == "clock":
-        return f"the allocation ends {when(announcement.seconds or 0.0)}. {_SOON}."
+        return f"the allocation ends {when(announcement.seconds or 0.0)}. {then}"
     if announcement.source == "idle":
         ends = when(announcement.seconds or 0.0)
-        return f"the ranks are idle, and end {ends} (`start --idle`). A cell on them prevents that."
+        saved = "" if then == _SOON else f" {then}"
+        return f"the ranks are idle, and end {ends} (`start --idle`). A cell on them prevents that.{saved}"
     reached = f"{announcement.source} has reached {_who(announcement)}"
     if announcement.seconds is None:
-        return f"{reached}: the allocation ends soon. {_SOON}."
-    return f"{reached}: it ends in {span(announcement.seconds)}. {_SOON}."
+        return f"{reached}: the allocation ends soon. {then}"
+    return f"{reached}: it ends in {span(announcement.seconds)}. {then}"
 
 
 def when(seconds: float) -> str:

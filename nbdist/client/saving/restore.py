@@ -151,7 +151,7 @@ def restore(rank_set: RankSet, path: Path, saved: SavedSession) -> RestoreReport
             raise type(error)(
                 f"the session was not restored: its cell {cell.number} failed:\n{error.report}", error.failures
             ) from None
-    restored = rank_set.set_up(restore_on_rank, str(path))
+    restored = rank_set.set_up(restore_on_rank, str(path.absolute()))
     if isinstance(restored[0], NbdistError):
         raise restored[0]
     return RestoreReport(path, saved, ran, defined, restored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,16 @@ from nbdist.saving.saved_session import SavedSession
 from nbdist.wire.messages.healing import SetupCell
 
 KEEP = 2
-_SETTINGS = ("backend", "init", "timeout", "linger", "keep", "exact", "on_death")  # which are not of one machine
+_SETTINGS = (
+    "backend",
+    "init",
+    "timeout",
+    "linger",
+    "keep",
+    "exact",
+    "on_death",
+    "save",
+)  # which are not of one machine
 _SHOWN = 8
 _STOP_LIMIT = 60.0  # seconds for cells to end; then the error says where their ranks are
 
@@ -87,7 +97,8 @@ def save(
     if stop:
         _stop(rank_set, chosen)
     cells = rank_set.traffic.history()
-    given = {name: value for name, value in settings.given().items() if name in _SETTINGS}
+    chosen_settings = ((name, value) for name, value in settings.given().items() if name in _SETTINGS)
+    given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in chosen_settings}
     session = SavedSession(
         nbdist=__version__,
         python=python_version(),
@@ -98,14 +109,16 @@ def save(
         settings=given,
     )
     began = time.monotonic()
-    saved = rank_set.set_up(save_on_rank, str(directory), keep, session)[0]
+    saved = rank_set.set_up(save_on_rank, str(directory.absolute()), keep, session)[0]
     if isinstance(saved, NbdistError):
         raise saved
     told = saved.session
     names = {number: each.kept for number, each in zip(chosen, told.ranks, strict=True)}
     left_out = {name: f"{why}{_where(name, cells)}" for name, why in told.left_out.items()}
     seconds = time.monotonic() - began
-    return SaveReport(Path(saved.folder), seconds, saved.size, told.steps, names, left_out, tuple(_advice(told)))
+    return SaveReport(
+        directory / Path(saved.folder).name, seconds, saved.size, told.steps, names, left_out, tuple(_advice(told))
+    )
 
 
 def _stop(rank_set: RankSet, ranks: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from nbdist.client.reports.announced_end import describe_end, when
-from nbdist.client.requests.rank_requests import RankRequests
+from nbdist.client.session.save_at_end import Savable, describe_save, save_at_end, save_now
 from nbdist.client.start.expected_end import ExpectedEnd
 from nbdist.wire.messages.announcements import EndAnnounced, EndSource
 
@@ -18,7 +18,7 @@ _PERIOD = 60.0  # seconds between two looks at the clock, which others may set
 _ASK_AGAIN = 300.0  # seconds until the user's command is asked again how long it is
 
 
-def on_end_announced(session: RankRequests, announcement: EndAnnounced, say: Callable[[str], None]) -> None:
+def on_end_announced(session: Savable, announcement: EndAnnounced, say: Callable[[str], None]) -> None:
     """Act on an announced end, once for each: in a thread of its own, which may wait.
 
     Args:
@@ -26,7 +26,11 @@ def on_end_announced(session: RankRequests, announcement: EndAnnounced, say: Cal
         announcement: What announced the end, and how many seconds are left.
         say: Shows the user a line.
     """
-    say(describe_end(announcement))
+    if not session.saves_to:
+        say(describe_end(announcement))
+        return
+    say(describe_end(announcement, describe_save(session.saves_to, announcement)))
+    save_at_end(session, announcement, say)
 
 
 class AllocationEnd:
@@ -38,7 +42,7 @@ class AllocationEnd:
         say: Shows the user a line.
     """
 
-    def __init__(self, session: RankRequests, is_open: Callable[[], bool], say: Callable[[str], None]) -> None:
+    def __init__(self, session: Savable, is_open: Callable[[], bool], say: Callable[[str], None]) -> None:
         self._session = weakref.ref(session)
         self._is_open = is_open
         self._say = say
@@ -105,6 +109,12 @@ class AllocationEnd:
         if not said:
             self.hear(EndAnnounced("clock", seconds=max(0.0, expected.at - now)))
         return _PERIOD if expected.command else None
+
+    def save_idle(self) -> None:
+        """Save the session, whose ranks are idle and about to end, if it has a folder for that."""
+        session = self._session()
+        if session is not None and session.saves_to and self._is_open():
+            save_now(session, self._say, stop=False)
 
     def withdraw(self, source: EndSource) -> None:
         """Forget an announcement that does not hold any more."""

@@ -92,8 +92,10 @@ class Session(RankRequests):
         time_left: A command that prints how long that is, in seconds or as [D-]HH:MM:SS, instead.
         warn: Seconds before that, when the notebook is told; 0: it is not.
         idle: Seconds without a cell after which the ranks end; the notebook stays. None: they don't.
+        save: The folder to which the session is saved once its end is announced: by a signal, by the clock, or as the
+                ranks are idle. Ranks that train stop first, after the same step. None: it is not saved.
         end_grace: Seconds by which the session outlives SIGTERM, for a save: schedulers end jobs by that signal. It is
-                announced, as SIGUSR1 is.
+                announced, as SIGUSR1 is. With `save` it is 25 if it is 0.
         replace: Whether to stop this notebook's other sessions first; a message reports it.
         progress: Called with a line of text while the ranks start.
 
@@ -133,6 +135,7 @@ class Session(RankRequests):
         time_left: str | None = None,
         warn: float = 600.0,
         idle: float | None = None,
+        save: str | os.PathLike[str] | None = None,
         end_grace: float = 0.0,
         replace: bool = True,
         progress: Callable[[StartLine], None] = lambda line: None,
@@ -154,7 +157,12 @@ class Session(RankRequests):
         told, attachment = take_over(self._rank_set, name, take=take)
         began = told.started
         choices = began.choices
-        chosen = {"on_death": choices.on_death, "warn": choices.warn, "idle": choices.idle}
+        chosen = {
+            "on_death": choices.on_death,
+            "warn": choices.warn,
+            "idle": choices.idle,
+            "save": choices.save or None,
+        }
         self._settings = StartSettings.among(msgspec.structs.asdict(began) | chosen)
         self._nodes = began.nodes
         self._plan = SessionPlan()
@@ -215,8 +223,8 @@ class Session(RankRequests):
         end = self._expected
         at, source = (end.at, end.source) if end is not None and end.at < math.inf else (None, "")
         chosen = self._settings
-        choices = Choices(self.plan.to_json(), chosen.on_death, self._nodes, at, source, chosen.warn, chosen.idle)
-        self._rank_set.traffic.send(choices)
+        ends = at, source, chosen.warn, chosen.idle, self.saves_to
+        self._rank_set.traffic.send(Choices(self.plan.to_json(), chosen.on_death, self._nodes, *ends))
 
     @classmethod
     def attach(
@@ -327,6 +335,11 @@ class Session(RankRequests):
     def broken(self) -> str:
         """Why it is closed, if nobody closed it."""
         return self._rank_set.broken
+
+    @property
+    def saves_to(self) -> str:
+        """The folder to which it is saved once its end is announced; "": it is not."""
+        return os.fspath(self._settings.save or "")
 
     @property
     def time_left(self) -> float | None:

@@ -20,6 +20,7 @@ from nbdist.devices import nccl_variables, visible_gpus
 from nbdist.errors import UsageError
 from nbdist.wire.messages.life import PATIENCE_VARIABLE, SLACK_VARIABLE, RankSettings, StartOptions
 
+_SAVE_GRACE = 25.0  # seconds after SIGTERM for a save; Slurm, Kubernetes and others leave 30
 _TIMEOUT = 1800.0  # seconds, torch's own default
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL 2.30 or newer put several ranks on one GPU
 
@@ -42,6 +43,8 @@ def start_options(settings: StartSettings, count: int | None) -> StartOptions:
     START_SETTINGS["num_processes"].check("num_processes", count)
     for_ranks = {name: getattr(settings, name) for name in RankSettings.__struct_fields__}
     for_ranks["gpus"] = gpus[:count] or None
+    if settings.save is not None and not settings.end_grace:
+        for_ranks["end_grace"] = _SAVE_GRACE
     for_ranks["timeout"] = _TIMEOUT if settings.timeout is None else float(settings.timeout)
     found = StartOptions(
         count=count,

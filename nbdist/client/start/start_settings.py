@@ -59,11 +59,11 @@ class NonEmptyText(Kind):
 
 
 class FilePath(Kind):
-    """A file."""
+    """A file, or a folder."""
 
     def refined(self, name: str, value: Any) -> Any:
         if not isinstance(value, str | os.PathLike) or not str(value):
-            raise UsageError(f"{name} must be the path of a file, not {value!r}")
+            raise UsageError(f"{name} must be a path, not {value!r}")
         return value
 
 
@@ -367,6 +367,13 @@ class StartSettings:
         IdleTime(),
         "end the ranks, and keep the notebook, when no cell has run on them for this long: 90s, 30m, 2h",
         metavar="TIME",
+    )
+    save: str | os.PathLike[str] | None = _setting(
+        None,
+        FilePath(),
+        "when the end is announced, stop the ranks after the same step and save the session to this folder, for "
+        "`start --from`",
+        metavar="DIR",
     )
     end_grace: float = _setting(
         0.0,

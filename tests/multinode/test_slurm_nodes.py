@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -127,20 +128,24 @@ def test_on_a_node_of_the_job_the_notebook_has_ranks_too(cluster: SlurmCluster) 
     assert cluster.await_no_jobs()
 
 
-def test_slurms_warning_and_its_end_of_the_job_are_said_first(cluster: SlurmCluster) -> None:
+def test_slurms_warning_and_its_end_of_the_job_are_said_first_and_the_session_is_saved(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     allocation = ["salloc", "--nodes=2", "--nodelist=slurm-a,slurm-b", "--time=2", "--signal=USR1@90", "--quiet"]
     with Kernel(allocation, **cluster.environment, PYTHONPATH=str(ROOT)) as kernel:
         kernel.ok("%load_ext nbdist")
-        assert "2 ranks on 2 nodes ready" in kernel.ok("%distributed start --slurm --end-grace 60 -n 1").stdout
+        flags = f"--slurm -n 1 --end-grace 60 --save {tmp_path}"
+        assert "2 ranks on 2 nodes ready" in kernel.ok(f"%distributed start {flags}").stdout
         cell = kernel.start("%%distributed\nkept = rank")
         cell.finish()
         cell.wait_late("SIGUSR1 has reached", 120)  # Slurm looks at the clock every half minute
         assert ": the allocation ends soon" in cell.outcome.stderr, str(cell.outcome)
+        cell.wait_late("starts a session from it")
         assert lines_of(kernel, "print(kept)") == {0: ["0"], 1: ["1"]}
         cell = kernel.start("%%distributed\npass")
         cell.finish()
         cluster.ask("scancel", "--signal=TERM", *cluster.ask("squeue", "--noheader", "--format=%i").split())
-        cell.wait_late("SIGTERM has reached")
+        cell.wait_late("starts a session from it")
         assert lines_of(kernel, "print(kept)") == {0: ["0"], 1: ["1"]}
         kernel.ok("%distributed stop")
     assert cluster.await_no_jobs()

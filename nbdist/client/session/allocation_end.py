@@ -6,31 +6,18 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
+from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.reports.announced_end import describe_end, when
-from nbdist.client.session.save_at_end import Savable, describe_save, save_at_end, save_now
+from nbdist.client.session.save_at_end import LEAD, Savable, describe_save, save_at_end
 from nbdist.client.start.expected_end import ExpectedEnd
 from nbdist.wire.messages.announcements import EndAnnounced, EndSource
+from nbdist.wire.messages.output import Notice
 
 _TOGETHER = 30.0  # seconds within which the same signal to several processes is one announcement
 _PERIOD = 60.0  # seconds between two looks at the clock, which others may set
+_LOOK_AGAIN = 5.0  # ... while a save waits for it
 _ASK_AGAIN = 300.0  # seconds until the user's command is asked again how long it is
-
-
-def on_end_announced(session: Savable, announcement: EndAnnounced, say: Callable[[str], None]) -> None:
-    """Act on an announced end, once for each: in a thread of its own, which may wait.
-
-    Args:
-        session: The session, whose ranks may be running a cell.
-        announcement: What announced the end, and how many seconds are left.
-        say: Shows the user a line.
-    """
-    if not session.saves_to:
-        say(describe_end(announcement))
-        return
-    say(describe_end(announcement, describe_save(session.saves_to, announcement)))
-    save_at_end(session, announcement, say)
 
 
 class AllocationEnd:
@@ -38,14 +25,12 @@ class AllocationEnd:
 
     Args:
         session: Whose allocation it is; referred to weakly.
-        is_open: Whether it has ranks.
-        say: Shows the user a line.
+        rank_set: Its ranks.
     """
 
-    def __init__(self, session: Savable, is_open: Callable[[], bool], say: Callable[[str], None]) -> None:
+    def __init__(self, session: Savable, rank_set: weakref.ref[RankSet]) -> None:
         self._session = weakref.ref(session)
-        self._is_open = is_open
-        self._say = say
+        self._rank_set = rank_set
         self._lock = threading.Lock()
         self._announced: dict[EndSource, tuple[float, EndAnnounced]] = {}  # with when, by time.time
         self._expected: ExpectedEnd | None = None
@@ -110,12 +95,6 @@ class AllocationEnd:
             self.hear(EndAnnounced("clock", seconds=max(0.0, expected.at - now)))
         return _PERIOD if expected.command else None
 
-    def save_idle(self) -> None:
-        """Save the session, whose ranks are idle and about to end, if it has a folder for that."""
-        session = self._session()
-        if session is not None and session.saves_to and self._is_open():
-            save_now(session, self._say, stop=False)
-
     def withdraw(self, source: EndSource) -> None:
         """Forget an announcement that does not hold any more."""
         with self._lock:
@@ -132,9 +111,46 @@ class AllocationEnd:
             if known is not None and now - known[0] < _TOGETHER:
                 return
             self._announced[announcement.source] = now, announcement
-        session = self._session()
-        if session is not None and self._is_open():
-            on_end_announced(session, announcement, self._say)
+        saves = self._announce(announcement)
+        if not saves or announcement.source == "idle":  # idle ranks are saved when they end
+            return
+        if announcement.source != "clock" or self._await_lead():
+            self.save(stop=True)
+
+    def _announce(self, announcement: EndAnnounced) -> bool:
+        """Say an announcement. Returns whether the session is to be saved."""
+        session, rank_set = self._session(), self._rank_set()
+        if session is None or rank_set is None or rank_set.closed:
+            return False
+        then = (describe_save(session.saves_to, announcement),) if session.saves_to else ()
+        rank_set.traffic.notify(Notice(describe_end(announcement, *then)))
+        return bool(session.saves_to)
+
+    def _await_lead(self) -> bool:
+        """Wait until little time is left. Returns whether that has come; False: the end was put off, or ranks ended."""
+        rest = threading.Event()
+        first = self.seconds_left
+        while self._is_open() and (left := self.seconds_left) is not None:
+            if left <= LEAD:
+                return True
+            if first is not None and left > first:
+                return False
+            rest.wait(min(_LOOK_AGAIN, left - LEAD))
+        return False
+
+    def _is_open(self) -> bool:
+        rank_set = self._rank_set()
+        return self._session() is not None and rank_set is not None and not rank_set.closed
+
+    def save(self, *, stop: bool) -> None:
+        """Save the session, if it has a folder for that and ranks, and say what was saved.
+
+        Args:
+            stop: Whether to stop first what ranks run.
+        """
+        session, rank_set = self._session(), self._rank_set()
+        if session is not None and session.saves_to and rank_set is not None and not rank_set.closed:
+            rank_set.traffic.notify(Notice(save_at_end(session, stop=stop)))
 
     @property
     def words(self) -> str:

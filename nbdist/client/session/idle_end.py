@@ -50,7 +50,7 @@ class _IdleWatch:
             rank_set.last_used = now
         left = rank_set.last_used + self._limit - now
         if left <= 0:
-            end.save_idle()
+            end.save(stop=False)
             if rank_set.traffic.running(info.rank for info in rank_set.ranks):
                 return 0.0  # a cell has come meanwhile
             self._end_ranks(rank_set)

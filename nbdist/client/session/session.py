@@ -50,7 +50,6 @@ from nbdist.plan import Plan
 from nbdist.visits import name_of
 from nbdist.wire.messages.handover import Choices
 from nbdist.wire.messages.life import RankInfo, StartOptions
-from nbdist.wire.messages.output import Notice
 
 T = TypeVar("T")
 R = TypeVar("R", HealReport, ShrinkReport)
@@ -177,8 +176,8 @@ class Session(RankRequests):
         self.cells = [BackgroundCell(task, None, self) for task in attachment.running]
 
     def _watch_end(self, expected: ExpectedEnd | None) -> None:
-        self._expected, ranks = expected, self._rank_set
-        self._end = AllocationEnd(self, lambda: not ranks.closed, lambda text: ranks.traffic.notify(Notice(text)))
+        self._expected = expected
+        self._end = AllocationEnd(self, weakref.ref(self._rank_set))
         self._rank_set.on_end = self._end.hear
 
     def restart(

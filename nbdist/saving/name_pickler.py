@@ -27,10 +27,11 @@ from nbdist.transfer.explain import explain, short
 from nbdist.transfer.pickling import ValuePickler, arriving
 from nbdist.wire.base.parcel import Span
 
-Reference = tuple[str, int, str]  # a role, which of it, and what of it: ("models", 0, "layers.1")
+Reference = tuple[str, int, str]  # a role, which of it, and what of it: ("modules", 0, "layers.1")
 
 _THINGS = {
     "models": "a model",
+    "modules": "a part of a model",
     "parameters": "a parameter of a model",
     "optimizers": "an optimizer",
     "schedulers": "a scheduler",
@@ -120,13 +121,11 @@ class Surroundings:
     """What names refer to, and what is there before they are made again.
 
     Attributes:
-        namespace: Of the rank's cells.
-        defined: Functions and classes that the cells define when they run again.
-        prepared: What is prepared and made of it, by what refers to it.
+        namespace: Of the rank's cells. Its classes are used where names need them; others come with the names.
+        prepared: What is prepared and made of it, by what refers to it, wrappers before what they wrap.
     """
 
     namespace: dict[str, Any]
-    defined: frozenset[str]
     prepared: Mapping[Reference, Any]
 
 
@@ -186,7 +185,9 @@ class _NamePickler(ValuePickler):
     def __init__(self, around: Surroundings) -> None:
         super().__init__()
         self.around = around
-        self._references = {id(value): reference for reference, value in around.prepared.items()}
+        self._references: dict[int, Reference] = {}
+        for reference, value in around.prepared.items():
+            self._references.setdefault(id(value), reference)
         self._own_gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def take(self, value: Any) -> tuple[bytes, list[bytes], list[int]]:
@@ -205,23 +206,19 @@ class _NamePickler(ValuePickler):
             return _prepared, (reference,)
         if isinstance(obj, _OF_THIS_RUN):
             raise _OfThisRunError("which belongs to the process groups of these ranks")
-        if isinstance(obj, type | types.FunctionType) and self._is_defined(obj):
-            return _defined, (obj.__qualname__,)
         if isinstance(obj, types.FunctionType) and obj.__globals__ is self.around.namespace:
             return _reduce_function(obj)
         if isinstance(obj, torch.device) and obj.type == "cuda" and obj.index == self._own_gpu:
             return _own_device, ()
-        found = _as_storage(obj)
-        return super().reducer_override(obj) if found is None else found
-
-    def _is_defined(self, obj: Any) -> bool:
-        """Return whether the cells define it when they run again."""
-        if obj.__module__ != "__main__" or obj.__qualname__.partition(".")[0] not in self.around.defined:
-            return False
-        try:
-            return _by_name(self.around.namespace, obj.__qualname__) is obj
-        except (AttributeError, KeyError):
-            return False
+        if (found := _as_storage(obj)) is not None:
+            return found
+        reduced = super().reducer_override(obj)
+        if not isinstance(obj, type) or obj.__module__ != "__main__" or not isinstance(reduced, tuple):
+            return reduced
+        if _known_class(self.around.namespace, obj.__qualname__) is not obj:
+            return reduced
+        make, arguments, state, _, _, fill = reduced
+        return _class, (obj.__qualname__, make, arguments), (fill, state), None, None, _fill_class
 
 
 def _as_storage(obj: Any) -> Any:
@@ -387,16 +384,25 @@ def _prepared(reference: Reference) -> Any:
     return found
 
 
-def _by_name(namespace: Mapping[str, Any], qualified: str) -> Any:
+def _known_class(namespace: Mapping[str, Any], qualified: str) -> type | None:
+    """Return the class with this name; None: there is none."""
     first, *others = qualified.split(".")
-    return functools.reduce(getattr, others, namespace[first])
-
-
-def _defined(qualified: str) -> Any:
     try:
-        return _by_name(_around.get().namespace, qualified)
+        found = functools.reduce(getattr, others, namespace[first])
     except (AttributeError, KeyError):
-        raise _GoneError(f"it needs {qualified!r}, which no cell has defined") from None
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _class(qualified: str, make: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return the class that a cell has defined again, of which the objects of setup cells are; else make it."""
+    return _known_class(_around.get().namespace, qualified) or make(*arguments)
+
+
+def _fill_class(made: type, state: tuple[Any, Any]) -> None:
+    if _known_class(_around.get().namespace, made.__qualname__) is not made:
+        fill, content = state
+        fill(made, content)
 
 
 def _own_device() -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -88,7 +87,7 @@ def _save(directory: Path, keep: int | None, session: SavedSession) -> Saved:
         target = _next_name(directory) if training.rank() == 0 else Path()
     target = agreement.tell(target)
     with agreement.together():
-        around = _surroundings(state, session)
+        around = _surroundings(state)
         pickled = pickle_names(_own_names(around.namespace), around)
     told = NamesOfRank(list(pickled.streams), pickled.left_out, _counts(state), pickled.size)
     whole = msgspec.structs.replace(session, steps=state.steps, ranks=agreement.gather(told))
@@ -139,7 +138,7 @@ def _restore(path: Path) -> Restored:
         own = training.rank() if training.rank() < saved.world_size else 0
         pickled = _read(path / _file_of(own), state.device)
     common = _common_names(path, saved, state.device)
-    around = _surroundings(state, saved)
+    around = _surroundings(state)
     values, left_out = make_names(pickled, around)
     is_new = training.rank() >= saved.world_size
     if is_new:
@@ -214,23 +213,10 @@ def _own_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _surroundings(state: State, session: SavedSession) -> Surroundings:
+def _surroundings(state: State) -> Surroundings:
     from nbdist.saving.name_pickler import Surroundings
 
-    defined = frozenset(name for cell in session.cells for name in _definitions(cell.code))
-    return Surroundings(shells.current().user_ns, defined, dict(_prepared(state)))
-
-
-def _definitions(code: str) -> Iterator[str]:
-    """Yield the names of functions and classes that a cell defines on its own level."""
-    from IPython.core.inputtransformer2 import TransformerManager
-
-    try:
-        statements = ast.parse(TransformerManager().transform_cell(code)).body
-    except SyntaxError:  # it failed everywhere
-        return
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    yield from (statement.name for statement in statements if isinstance(statement, kinds))
+    return Surroundings(shells.current().user_ns, dict(_prepared(state)))
 
 
 def _things(state: State) -> dict[str, list[Any]]:
@@ -250,11 +236,17 @@ def _counts(state: State) -> dict[str, int]:
 
 
 def _prepared(state: State) -> Iterator[tuple[Reference, Any]]:
-    """Yield what refers to what is prepared, or to a part of a model, with what it refers to."""
+    """Yield what refers to what is prepared, or to a part of a model, with what it refers to.
+
+    Parts have the names that they have in the user's own model, whatever wraps it.
+    """
+    from nbdist.train.checkpoint.state_snapshot import plain_name
+
     for role, things in _things(state).items():
         for number, thing in enumerate(things):
             yield (role, number, ""), thing
     for number, model in enumerate(state.models):
-        yield from ((("models", number, name), module) for name, module in model.named_modules() if name)
-        yield from ((("parameters", number, name), parameter) for name, parameter in model.named_parameters())
-        yield from ((("parameters", number, name), buffer) for name, buffer in model.named_buffers())
+        for name, module in model.named_modules():
+            yield ("modules", number, plain_name(model, name) if name else ""), module
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            yield ("parameters", number, plain_name(model, name)), tensor

@@ -76,12 +76,12 @@ def restored(kernel: Kernel, line: str = "") -> str:
     return kernel.ok(f"%distributed start --from saves {line}", HANG).stdout
 
 
-def train_and_save(kernel: Kernel, plan: str, count: int) -> None:
+def train_and_save(kernel: Kernel, plan: str, count: int, then: str = "") -> None:
     kernel.ok(f"%distributed start -n {count}", HANG)
     kernel.ok(f"%distributed plan {plan}")
     kernel.ok(SETUP)
     kernel.ok(TRAIN)
-    kernel.ok("%%distributed\ntrain(2)", HANG)
+    kernel.ok(f"%%distributed\ntrain(2)\n{then}", HANG)
     saved(kernel)
 
 
@@ -98,13 +98,16 @@ def test_a_run_that_was_saved_and_goes_on_equals_one_that_never_stopped_bit_for_
 
 
 def test_it_may_go_on_with_another_number_of_ranks_and_another_strategy(empty: Kernel) -> None:
-    train_and_save(empty, "ddp", 2)
+    train_and_save(empty, "ddp", 2, "held = next(model.parameters())")
     expected = shown(empty, SUM)[0]
     empty.ok("%distributed stop")
     empty.ok("%distributed plan fsdp")
     told = restored(empty, "-n 3")
     assert "3 ranks ready" in told and "the plan was different" in told
     now = shown(empty, SUM)
+    assert shown(empty, "%%distributed\nprint(net is model, held is next(model.parameters()))") == {
+        rank: ["True True"] for rank in range(3)
+    }
     assert [float(line) for lines in now.values() for line in lines] == pytest.approx(
         [float(expected[0])] * 3, rel=1e-6
     )
@@ -130,6 +133,17 @@ def test_functions_see_the_names_of_the_new_session(empty: Kernel) -> None:
     assert shown(empty, "%%distributed\nrate = 7\nprint(read(), later())") == {0: ["7 7"]}
 
 
+def test_a_definition_that_needs_a_name_which_comes_later_stops_nothing(empty: Kernel) -> None:
+    empty.ok("%distributed start -n 1", HANG)
+    empty.ok("%%distributed\nrate = 3")
+    empty.ok("%%distributed\ndef read(value=rate): return value\nclass Own:\n    kept = rate")
+    empty.ok("%%distributed\nthing = Own()")
+    saved(empty)
+    empty.ok("%distributed stop")
+    restored(empty)
+    assert shown(empty, "%%distributed\nprint(read(), thing.kept, type(thing) is Own)") == {0: ["3 3 True"]}
+
+
 def test_what_can_not_be_saved_is_named_with_the_reason_and_its_cell(empty: Kernel) -> None:
     empty.ok("%distributed start -n 2", HANG)
     empty.ok("%%distributed\nnumbers = (n for n in range(3))\nkept = 1")
@@ -152,7 +166,7 @@ def test_a_model_that_no_setup_cell_prepares_is_left_to_the_user_with_what_to_ru
     empty.ok("%distributed stop")
     told = restored(empty)
     assert f"run cell {cell} again, then `nbdist.load_state('saves/save-1')` on all ranks" in told
-    assert "not restored: net: it is, or holds, a model that no setup cell prepares" in told
+    assert "not restored: net: it is, or holds, a part of a model that no setup cell prepares" in told
     empty.ok(SETUP)
     empty.ok("%%distributed\nnbdist.load_state('saves/save-1')")
     assert shown(empty, SUM) == expected
@@ -204,7 +218,7 @@ def test_a_setup_cell_that_fails_says_so_and_leaves_no_session(empty: Kernel) ->
     empty.ok("%distributed stop")
     empty.ok("open('gone', 'w').close()")
     failed = empty.fails("%distributed start --from saves", "RankError", HANG)
-    assert "the session was not restored: its cell" in failed.evalue
+    assert "the session was not restored, as setup cell" in failed.evalue
     assert empty.value("nbdist.client.session.current.living_session() is None")
 
 

@@ -26,8 +26,8 @@ def own(names: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if not name.startswith("__")}
 
 
-def around(names: dict[str, Any] | None = None, *defined: str, prepared: dict[Any, Any] | None = None) -> Surroundings:
-    return Surroundings({} if names is None else names, frozenset(defined), prepared or {})
+def around(names: dict[str, Any] | None = None, prepared: dict[Any, Any] | None = None) -> Surroundings:
+    return Surroundings({} if names is None else names, prepared or {})
 
 
 def there_and_back(values: dict[str, Any], before: Surroundings | None = None) -> dict[str, Any]:
@@ -94,15 +94,24 @@ def test_closures_defaults_and_attributes_of_functions_come_back() -> None:
 
 def test_a_class_that_cells_define_again_is_the_one_that_they_have_defined() -> None:
     names = cell("class Net: pass\nnet = Net()")
-    pickled = pickle_names({"net": names["net"]}, around(names, "Net"))
+    pickled = pickle_names({"net": names["net"]}, around(names))
     again = cell("class Net: pass")
-    made, _ = make_names(pickled, around(again, "Net"))
+    made, _ = make_names(pickled, around(again))
     assert type(made["net"]) is again["Net"]
 
 
 def test_a_class_that_no_cell_defines_again_travels_with_its_object() -> None:
     names = cell("def make():\n    class Local:\n        def read(self): return 3\n    return Local()\nthing = make()")
-    assert there_and_back({"thing": names["thing"]}, around(names, "make"))["thing"].read() == 3
+    assert there_and_back({"thing": names["thing"]}, around(names))["thing"].read() == 3
+
+
+def test_a_class_that_cells_don_t_define_again_comes_with_its_methods_and_the_names_that_they_use() -> None:
+    names = cell("rate = 2\nclass Net:\n    def read(self): return rate\nnet = Net()")
+    made, left_out = make_names(pickle_names(own(names), around(names)), around(now := {}))
+    now.update(made)
+    assert left_out == [] and type(made["net"]) is made["Net"] and made["net"].read() == 2
+    now["rate"] = 5
+    assert made["net"].read() == 5
 
 
 def test_what_is_prepared_is_what_is_prepared_again() -> None:

@@ -17,6 +17,7 @@ from nbdist.saving.rank_saving import Restored
 from nbdist.saving.rank_saving import restore as restore_on_rank
 from nbdist.saving.saved_session import SESSION_FILE, SavedSession, read
 from nbdist.train.checkpoint.checkpoint_folder import by_age, check_files, partials, read_manifest
+from nbdist.wire.messages.healing import SetupCell
 
 _MAKERS = {
     "models": "model",
@@ -140,21 +141,43 @@ def restore(rank_set: RankSet, path: Path, saved: SavedSession) -> RestoreReport
     ran: list[int] = []
     defined: list[int] = []
     for cell in saved.cells:
-        code = cell.code if cell.marked else definitions(cell.code)
-        if not code:
-            continue
-        (ran if cell.marked else defined).append(cell.number)
-        task = rank_set.submit("cell", code, None, CellOptions(cell.number, cell.offset, show=True, setup=cell.marked))
-        try:
-            task.wait()
-        except RankError as error:
-            raise type(error)(
-                f"the session was not restored: its cell {cell.number} failed:\n{error.report}", error.failures
-            ) from None
+        if cell.marked:
+            _run_setup(rank_set, cell)
+            ran.append(cell.number)
+        elif _define(rank_set, cell):
+            defined.append(cell.number)
     restored = rank_set.set_up(restore_on_rank, str(path.absolute()))
     if isinstance(restored[0], NbdistError):
         raise restored[0]
     return RestoreReport(path, saved, ran, defined, restored)
+
+
+def _run_setup(rank_set: RankSet, cell: SetupCell) -> None:
+    task = rank_set.submit("cell", cell.code, None, CellOptions(cell.number, cell.offset, show=True, setup=True))
+    try:
+        task.wait()
+    except RankError as error:
+        raise type(error)(
+            f"the session was not restored, as setup {_cells([cell.number])} failed; setup cells may use only what "
+            f"setup cells and definitions have made:\n{error.report}",
+            error.failures,
+        ) from None
+
+
+def _define(rank_set: RankSet, cell: SetupCell) -> bool:
+    """Run the imports and definitions of a cell, for setup cells and ranks that heal. Returns whether there are any.
+
+    They may fail, as when a default value is a name that comes later: functions and classes are among the names, too.
+    """
+    code = definitions(cell.code)
+    if not code:
+        return False
+    task = rank_set.submit("cell", code, None, CellOptions(cell.number, cell.offset))
+    try:
+        task.wait()
+    except RankError:
+        return False
+    return True
 
 
 def _cells(numbers: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 Its settings are declared in `planning.settings`; what can't be is in `planning.rules`, how a plan is described in
 `planning.describe`, what others read of it in `planning.variables`, what is read of Accelerate's file in
-`planning.accelerate_config`.
+`planning.accelerate_config`, what DeepSpeed's file says in `planning.deepspeed`.
 """
 
 from __future__ import annotations

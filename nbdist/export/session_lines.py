@@ -180,7 +180,7 @@ def _pull(arguments: argparse.Namespace, draft: ScriptDraft) -> None:
 
 def _plan(arguments: argparse.Namespace, draft: ScriptDraft) -> None:
     changes = named_settings(arguments)
-    if arguments.strategy == "auto" or arguments.source is not None:
+    if arguments.strategy == "auto" or not (arguments.source is arguments.config is arguments.write is None):
         raise NotExportable("it depends on the machine: write the plan that it has proposed")
     if not changes and not arguments.reset:
         return

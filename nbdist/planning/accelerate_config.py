@@ -6,15 +6,16 @@ Independent of what a plan may hold: values are handed on as the file means them
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nbdist.base.checks import check_whole
 from nbdist.errors import UsageError
+from nbdist.planning import deepspeed
+from nbdist.planning.reading import NO_EQUIVALENT, Reading, switch
 
-_DDP = ("NO", "MULTI_GPU", "MULTI_CPU")
+_KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 _SHARDING = {  # FSDP1's strategies, by name and by number: strategy, reshard
     ("FULL_SHARD", "1"): ("fsdp", True),
     ("SHARD_GRAD_OP", "2"): ("fsdp", False),
@@ -40,6 +41,9 @@ _SILENT: dict[str, tuple[object, ...] | None] = {
     "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE",),
     "fsdp_config.fsdp_state_dict_type": ("SHARDED_STATE_DICT",),
     "fp8_config.backend": ("AO",),
+    "deepspeed_config.deepspeed_hostfile": None,
+    "deepspeed_config.deepspeed_multinode_launcher": None,
+    "deepspeed_config.zero3_save_16bit_model": None,
 }
 _HINTS = {
     "num_processes": "the number of ranks is not part of a plan: `%distributed start -n {value}`",
@@ -50,24 +54,9 @@ _HINTS = {
     "fsdp_config.fsdp_state_dict_type": "`save_state` writes shards, which any number of ranks can load; `save_model` "
     "writes the whole model",
     "fsdp_config.fsdp_cpu_ram_efficient_loading": "create the model on meta and call `prepare(..., weights=name)`",
+    "deepspeed_config.zero3_init_flag": "create the model on meta and call `prepare(..., weights=name)`",
     "fp8_config.backend": "float8 is torchao's here",
 }
-_NO_EQUIVALENT = "no setting of a plan has this effect"
-
-
-@dataclass
-class Reading:
-    """What a file of Accelerate says.
-
-    Attributes:
-        file: Where it is.
-        settings: Of a plan, by name.
-        notes: A line for each entry that has no equivalent.
-    """
-
-    file: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 def default_file() -> Path:
@@ -139,20 +128,23 @@ class _Translation:
         self._refuse_others()
         self._precision()
         self._affinity()
-        strategy = self._sharding() if self._take("distributed_type") == "FSDP" else "ddp"
-        self._found.settings["strategy"] = strategy
+        kind = self._take("distributed_type")
+        if kind == "DEEPSPEED":
+            self._deepspeed()
+        else:
+            self._found.settings["strategy"] = self._sharding() if kind == "FSDP" else "ddp"
         self._mesh()
         self._compilation()
-        self._found.notes += self._left()
+        self._left()
         return self._found
 
     def _refuse_others(self) -> None:
         kind = self._entries["distributed_type"]
         if self._entries.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
             raise UsageError("it is for SageMaker, which starts its own processes: no plan can follow it")
-        if kind not in (*_DDP, "FSDP"):
+        if kind not in _KINDS:
             raise UsageError(
-                f"distributed_type {kind} has no equivalent: a plan follows {', '.join((*_DDP, 'FSDP'))}. Choose one "
+                f"distributed_type {kind} has no equivalent: a plan follows {', '.join(_KINDS)}. Choose one "
                 "of them with `accelerate config`, or set a plan by hand: `%distributed plan --help`"
             )
 
@@ -165,6 +157,25 @@ class _Translation:
     def _affinity(self) -> None:
         if self._take_switch("enable_cpu_affinity"):
             self._found.settings["numa"] = True
+
+    def _deepspeed(self) -> None:
+        """Take what DeepSpeed's own file says, or what stands here in its place."""
+        section = "deepspeed_config."
+        config = self._take(f"{section}deepspeed_config_file")
+        if config not in _OFF:
+            found = deepspeed.read(self._found.file.parent / Path(str(config)).expanduser())
+        else:
+            devices = {kind: self._take(f"{section}offload_{kind}_device") for kind in ("optimizer", "param")}
+            zero = {f"offload_{kind}": {"device": device} for kind, device in devices.items()}
+            entries = {
+                "bf16": {"enabled": deepspeed.AUTO},  # the precision stands outside
+                "gradient_accumulation_steps": self._take(f"{section}gradient_accumulation_steps") or 1,
+                "gradient_clipping": self._take(f"{section}gradient_clipping"),
+                "zero_optimization": {"stage": self._take(f"{section}zero_stage"), **zero},
+            }
+            found = deepspeed.translated(self._found.file, entries)
+        self._found.settings |= found.settings
+        self._found.notes += found.notes
 
     def _sharding(self) -> str:
         settings = self._found.settings
@@ -189,7 +200,7 @@ class _Translation:
         for names, meaning in _SHARDING.items():
             if not isinstance(value, bool) and str(value) in names:
                 return meaning
-        return "fsdp", _switch("fsdp_reshard_after_forward", value)
+        return "fsdp", switch("fsdp_reshard_after_forward", value)
 
     def _blocks(self) -> None:
         policy = self._take("fsdp_config.fsdp_auto_wrap_policy")
@@ -240,7 +251,7 @@ class _Translation:
 
     def _take_switch(self, name: str) -> bool | None:
         value = self._take(name)
-        return None if value is None else _switch(name.rpartition(".")[2], value)
+        return None if value is None else switch(name.rpartition(".")[2], value)
 
     def _take_size(self, name: str) -> int:
         value = self._take(name)
@@ -252,25 +263,13 @@ class _Translation:
                 self._note(name, value, why)
 
     def _note(self, name: str, value: object, why: str) -> None:
-        self._found.notes.append(f"{name.rpartition('.')[2]}: {_shown(value)}: {why}")
+        self._found.note(name, value, why)
 
-    def _left(self) -> Iterator[str]:
+    def _left(self) -> None:
         for name, value in self._entries.items():
             if value not in _OFF and not _is_silent(name, value):
-                hint = _HINTS.get(name, _NO_EQUIVALENT).format(value=value)
-                yield f"{name.rpartition('.')[2]}: {_shown(value)}: {hint}"
+                self._note(name, value, _HINTS.get(name, NO_EQUIVALENT).format(value=value))
 
 
 def _is_silent(name: str, value: object) -> bool:
     return name in _SILENT and ((values := _SILENT[name]) is None or value in values)
-
-
-def _switch(name: str, value: object) -> bool:
-    words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if (word := str(value).lower()) in words:
-        return words[word]
-    raise UsageError(f"{name} must be true or false, not {value!r}")
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

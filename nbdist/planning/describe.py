@@ -51,6 +51,8 @@ def _strategy(plan: Settings, world_size: int | None) -> str:
             f"each rank holds the whole model; gradients are averaged over {ranks} during backward, "
             f"in buckets of {plan.bucket_mb:g} MiB"
         )
+    if plan.strategy == "deepspeed":
+        return f"DeepSpeed's ZeRO stage {plan.stage}: {_STAGES[plan.stage]} split over {ranks}"
     state = "parameters, gradients and optimizer state are split"
     if plan.pp > 1:
         return f"{state} over the ranks of each stage; blocks, embedding and head are gathered when needed"
@@ -60,6 +62,13 @@ def _strategy(plan: Settings, world_size: int | None) -> str:
         return f"{state} over the ranks of each node; gradients are averaged between nodes"
     groups = f"{plan.replicas} group{'s' if plan.replicas > 1 else ''} of ranks"
     return f"{state} inside each of {groups}; gradients are averaged between groups"
+
+
+_STAGES = {
+    1: "each rank holds the whole model; optimizer state is",
+    2: "each rank holds the whole model; gradients and optimizer state are",
+    3: "parameters, gradients and optimizer state are",
+}
 
 
 def _mesh(plan: Settings, world_size: int) -> str:
@@ -96,6 +105,8 @@ def _precision(plan: Settings) -> str:
         )
     kind = TYPES[plan.precision]
     scaled = "; the loss is scaled, and a step with an overflow is skipped" if plan.precision == "fp16" else ""
+    if plan.strategy == "deepspeed":
+        return f"parameters, activations and gradients are {kind}; the optimizer steps in float32{scaled}"
     if plan.strategy in SHARDED:
         return f"blocks are gathered and computed in {kind}; the optimizer steps in the parameters' own type{scaled}"
     return f"autocast: matrix products in {kind}; parameters keep their own type{scaled}"

@@ -13,6 +13,7 @@ from nbdist.base.checks import is_number, is_whole, unknown_choice
 from nbdist.errors import UsageError
 
 _LIMIT = 2**31
+_FEW = 10
 
 
 class Kind:
@@ -96,7 +97,9 @@ class Count(Kind):
             return None
         if not is_whole(value) or not self.least <= value < self.below:
             allowed = f"a whole number of {self.least} or more"
-            if is_whole(value) and value >= self.below:
+            if self.below <= _FEW:
+                allowed = f"a whole number from {self.least} to {self.below - 1}"
+            elif is_whole(value) and value >= self.below:
                 allowed = f"a whole number less than {self.below}"
             raise UsageError(f"{name} must be {allowed}{_or_none(self.optional)}, not {value!r}")
         return int(value)
@@ -176,7 +179,7 @@ class Options(Kind):
         return dict(value)
 
 
-STRATEGIES = ("none", "ddp", "fsdp", "hsdp")
+STRATEGIES = ("none", "ddp", "fsdp", "hsdp", "deepspeed")
 Teller = Callable[[Any, str], str]
 Tell = str | Teller
 

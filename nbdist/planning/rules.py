@@ -51,6 +51,10 @@ def refuse_contradictions(plan: Settings) -> None:
             f"fp8_recipe {plan.fp8_recipe!r} is for precision 'fp8', and precision is {plan.precision!r}: set "
             f"precision to 'fp8', or fp8_recipe to {default_of('fp8_recipe')!r}"
         )
+    if plan.strategy == "deepspeed" and plan.precision == "fp8":
+        raise UsageError(
+            "strategy 'deepspeed' excludes precision 'fp8': set precision to 'bf16', or strategy to 'fsdp'"
+        )
     _refuse_compilation(plan)
     if plan.comm_hook_options and "powersgd" not in plan.comm_hook:
         raise UsageError(
@@ -271,14 +275,18 @@ def refuse_impossible(
 ) -> None:
     """Refuse what ranks of a kind can't do. See `Plan.check`."""
     on_cpu = str(device).split(":")[0] == "cpu"
-    sharded = plan.strategy in SHARDED
-    if plan.precision == "fp16" and sharded and on_cpu:
+    whole_blocks = plan.strategy in (*SHARDED, "deepspeed")
+    if plan.precision == "fp16" and whole_blocks and on_cpu:
         raise UsageError(
             f"precision 'fp16' under {plan.strategy} is for GPUs: whole blocks are then computed in float16, for which "
             "PyTorch lacks operations on the CPU, and which is no faster there than float32. Set precision to 'bf16'"
         )
     if plan.precision == "fp8":
         _refuse_fp8(on_cpu, capability)
+    if plan.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "strategy 'deepspeed' needs DeepSpeed: `%pip install deepspeed`. Set strategy to 'fsdp' to go without"
+        )
     if plan.activation_offload and on_cpu:
         raise UsageError(
             "activation_offload is for GPUs: the activations of CPU ranks are in CPU memory already. Set "
@@ -302,7 +310,7 @@ def refuse_impossible(
             )
         if parts > 1:
             groups, what = groups // parts, f"{what} divided by {name} ({parts})"
-    if plan.offload and backend == "nccl":
+    if plan.offload and plan.strategy in SHARDED and backend == "nccl":
         raise UsageError(
             "offload keeps shards in CPU memory, from which NCCL can't sum norms or look for infinite gradients: start "
             "the ranks with the backend cpu:gloo,cuda:nccl (the default), or set offload to False"

@@ -29,7 +29,7 @@ from nbdist.planning.kinds import (
     is_switch,
 )
 
-Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
+Strategy = Literal["none", "ddp", "fsdp", "hsdp", "deepspeed"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 SHARDED = ("fsdp", "hsdp")
@@ -39,11 +39,18 @@ TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _EVERY = "every strategy"
 _DDP = "ddp"
 _FSDP = "fsdp and hsdp"
+_DEEPSPEED = "deepspeed"
 _DATA = "data"
 _RANK = "each rank"
 
 
-_OWNERS = {_DDP: ("ddp",), _FSDP: SHARDED}  # of a group's settings in general; the others are for all strategies
+_OWNERS = {
+    _DDP: ("ddp",),
+    _FSDP: SHARDED,
+    _DEEPSPEED: ("deepspeed",),
+}  # of a group's settings in general; the others are for all strategies
+_UNTRIED = "it is not tested with DeepSpeed yet"
+_TORCHS = tuple(strategy for strategy in STRATEGIES if strategy != "deepspeed")
 
 
 def _setting(default: Any, kind: Kind, group: str, help: str, *, positional: bool = False, **more: Any) -> Any:
@@ -76,13 +83,14 @@ def show(value: object) -> str:
 
 
 def _accumulate(plan: Settings, kind: str) -> str:
-    when = "each of them" if plan.exchange == "each" else "the last of them only"
+    in_each = plan.exchange == "each" or (plan.strategy == "deepspeed" and plan.stage > 1)
+    when = "each of them" if in_each else "the last of them only"
     sent = "" if plan.strategy == "none" else f"; gradients are exchanged in {when}"
     return f"an optimizer step every {plan.accumulate} micro-batches{sent}"
 
 
 def _clip(plan: Settings, kind: str) -> str:
-    whole = " (that of all shards together)" if plan.strategy in SHARDED else ""
+    whole = " (that of all shards together)" if plan.strategy in (*SHARDED, "deepspeed") else ""
     return f"before each step gradients are scaled down to this norm{whole}, if theirs is larger"
 
 
@@ -164,6 +172,12 @@ def _exchange(plan: Settings, kind: str) -> str:
     return "between micro-batches ranks keep shards of gradients, not whole ones: less memory, more traffic"
 
 
+def _offloaded(plan: Settings, kind: str) -> str:
+    if plan.strategy == "deepspeed" and plan.stage < 3:
+        return "optimizer state lives in CPU memory, where the optimizer steps"
+    return "parameters, gradients and optimizer state live in CPU memory, where the optimizer steps"
+
+
 def _tf32(plan: Settings, kind: str) -> str:
     if not plan.tf32:
         return "float32 matrix products are exact"
@@ -233,7 +247,8 @@ class Settings:
     """The values of all settings.
 
     Attributes:
-        strategy: "none", "ddp", "fsdp" (FSDP2) or "hsdp" (sharded inside a node, replicated between nodes).
+        strategy: "none", "ddp", "fsdp" (FSDP2), "hsdp" (sharded inside a node, replicated between nodes) or "deepspeed"
+            (DeepSpeed's ZeRO, by an engine of its own).
         precision: "fp32" ("no" is the same), "bf16", "fp16", "fp8".
         fp8_recipe: torchao's recipe for fp8: "tensorwise" (fastest), "rowwise", or "rowwise_with_gw_hp" (most exact).
         accumulate: Micro-batches for each optimizer step.
@@ -265,7 +280,8 @@ class Settings:
         prefetch: FSDP: how many blocks are gathered ahead; 0: as torch does.
         exchange: FSDP: which micro-batch of a window exchanges gradients: the "last", until which each rank keeps whole
             ones, or "each", so that it keeps shards, and more is sent.
-        offload: FSDP: whether parameters, gradients and optimizer state live in CPU memory.
+        offload: FSDP and DeepSpeed: whether parameters, gradients and optimizer state live in CPU memory; DeepSpeed's
+            stages 1 and 2 leave parameters on the GPU.
         replicas: HSDP: how many groups hold the whole model; None: one for each node.
         tp: Tensor parallel: among how many ranks each layer is divided, as the model's `tp_plan` says. They get the
             same batch. 1: off.
@@ -284,6 +300,7 @@ class Settings:
         pp_schedule: In which order a stage computes micro-batches: "1f1b" (one forward, one backward), or "gpipe" (all
             forwards first).
         pp_micro_batches: Into how many micro-batches each batch is cut, at least `pp`; None: twice `pp`.
+        stage: DeepSpeed: what ZeRO splits over ranks: 1: optimizer state, 2: also gradients, 3: also parameters.
         local_sgd_steps: Average parameters every so many steps, and at the end of a prepared loader, but no gradients;
             0: no local SGD.
         seed: Seed of all random generators; None: not touched.
@@ -326,6 +343,8 @@ class Settings:
         _EVERY,
         "average the weights of all steps, such as 0.999, or none",
         metavar="DECAY",
+        owners=_TORCHS,
+        why="DeepSpeed's optimizer holds the weights that would be averaged",
         tell="each step is averaged into a second copy of the weights, which `with nbdist.averaged(model):` swaps in",
     )
     compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = _setting(
@@ -334,10 +353,19 @@ class Settings:
         _EVERY,
         "compile models: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
         metavar="MODE",
+        owners=_TORCHS,
+        why=_UNTRIED,
         tell=_compile,
     )
     compile_dynamic: bool | None = _setting(
-        None, OptionalSwitch(), _EVERY, "input sizes are symbolic", part_of="compile", tell=_dynamic
+        None,
+        OptionalSwitch(),
+        _EVERY,
+        "input sizes are symbolic",
+        owners=_TORCHS,
+        why=_UNTRIED,
+        part_of="compile",
+        tell=_dynamic,
     )
     compile_fullgraph: bool = _setting(
         False,
@@ -345,7 +373,7 @@ class Settings:
         _EVERY,
         "a graph break is an error",
         owners=("none", *SHARDED),
-        why="torch.compile can't trace DDP's own forward: it breaks the graph",
+        why="torch.compile can't trace the forward of DDP or DeepSpeed: it breaks the graph",
         part_of="compile",
         tell="a graph break is an error",
     )
@@ -365,7 +393,13 @@ class Settings:
         tell=_budget,
     )
     activation_offload: bool = _setting(
-        False, Switch(), _EVERY, "activations wait in CPU memory for backward", tell=_offload
+        False,
+        Switch(),
+        _EVERY,
+        "activations wait in CPU memory for backward",
+        owners=_TORCHS,
+        why=_UNTRIED,
+        tell=_offload,
     )
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "batched_powersgd"] = _setting(
         "none",
@@ -431,7 +465,7 @@ class Settings:
         _EVERY,
         "BatchNorm over all ranks",
         owners=("ddp", *SHARDED),
-        why="ranks don't train together otherwise",
+        why="ranks don't train together otherwise, and it is not tested with DeepSpeed yet",
         tell="BatchNorm layers use the mean and the variance over all ranks",
     )
     shard_by: str | tuple[str, ...] | Callable[[Any], bool] | None = _setting(
@@ -449,7 +483,7 @@ class Settings:
         _FSDP,
         "methods called from outside forward: encode or decoder.logits,encode",
         metavar="METHOD",
-        why="nothing is gathered otherwise",
+        why="only FSDP gathers blocks",
         tell=_methods,
     )
     reshard: bool | None = _setting(
@@ -457,7 +491,7 @@ class Settings:
         OptionalSwitch(),
         _FSDP,
         "free parameters after forward",
-        why="nothing is gathered otherwise",
+        why="only FSDP gathers blocks",
         tell=_reshard,
     )
     prefetch: int = _setting(
@@ -466,7 +500,7 @@ class Settings:
         _FSDP,
         "blocks that are gathered ahead",
         metavar="N",
-        why="nothing is gathered otherwise",
+        why="only FSDP gathers blocks",
         tell=lambda plan, kind: f"blocks are gathered {plan.prefetch} ahead of the one that computes",
     )
     exchange: Literal["last", "each"] = _setting(
@@ -481,9 +515,10 @@ class Settings:
         False,
         Switch(),
         _FSDP,
-        "keep parameters, gradients and optimizer state in CPU memory",
-        why="PyTorch moves only shards to the CPU",
-        tell=_on_gpus("parameters, gradients and optimizer state live in CPU memory, where the optimizer steps"),
+        "keep parameters, gradients and optimizer state in CPU memory (deepspeed: parameters in stage 3 only)",
+        owners=(*SHARDED, "deepspeed"),
+        why="only shards are moved to the CPU",
+        tell=_on_gpus(_offloaded),
     )
     replicas: int | None = _setting(
         None,
@@ -572,6 +607,14 @@ class Settings:
         why="the other strategies have no stages",
         part_of="pp",
         is_on=lambda pp: pp > 1,
+    )
+    stage: int = _setting(
+        2,
+        Count(1, 4),
+        _DEEPSPEED,
+        "what ZeRO splits: 1 optimizer state, 2 also gradients, 3 also parameters",
+        metavar="N",
+        why="only DeepSpeed has stages of ZeRO",
     )
     local_sgd_steps: int = _setting(
         0,

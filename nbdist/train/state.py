@@ -90,7 +90,8 @@ class StepRecord:
         skipped: Whether its last step was not made, as a gradient was no number (fp16).
         phase: Under fp16: whether its gradients are scaled, unscaled again, or stepped with at this scale.
         attempts: Steps that were made or skipped.
-        inside: Makes the real step, while a scaler decides whether to (fp16).
+        inside: Makes the real step, while a scaler decides whether to (fp16), or an engine calls it.
+        model: The model inside a DeepSpeed engine that it steps, weakly; None: there is no engine.
     """
 
     consumed: bool = False
@@ -98,6 +99,7 @@ class StepRecord:
     phase: Literal["scaled", "unscaled", "stepped"] = "scaled"
     attempts: int = 0
     inside: Any = None
+    model: Any = None
 
 
 @dataclass

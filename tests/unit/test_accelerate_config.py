@@ -252,7 +252,7 @@ def test_python_warns_of_them(file: Path) -> None:
 # --- what is refused
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_XPU"])
+@pytest.mark.parametrize("kind", ["MEGATRON_LM", "XLA", "MULTI_XPU"])
 def test_strategies_of_others_are_refused(file: Path, kind: str) -> None:
     write(file, kind)
     with pytest.raises(UsageError, match=f"{file}: distributed_type {kind} has no equivalent") as refused:

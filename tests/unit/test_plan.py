@@ -67,6 +67,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cp": {"strategy": "fsdp", "cp": 2},
     "cp_method": {"strategy": "fsdp", "cp": 2, "cp_method": "ulysses"},
     "ep": {"strategy": "fsdp", "ep": 2},
+    "stage": {"strategy": "deepspeed", "stage": 3},
     "local_sgd_steps": {"local_sgd_steps": 8},
     "seed": {"seed": 0},
     "seed_per_rank": {"seed": 0, "seed_per_rank": True},
@@ -101,7 +102,7 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         (
             "strategy",
             "fsd",
-            "strategy 'fsd' is unknown: did you mean 'fsdp'? Allowed values: 'none', 'ddp', 'fsdp', 'hsdp'",
+            "strategy 'fsd' is unknown: did you mean 'fsdp'? Allowed values: 'none', 'ddp', 'fsdp', 'hsdp', 'deep",
         ),
         (
             "precision",
@@ -116,6 +117,8 @@ def refused_by_ranks(plan: Plan, **ranks: Any) -> str:
         ("accumulate", 1.5, "not 1.5"),
         ("accumulate", True, "not True"),
         ("accumulate", "4", "not '4'"),
+        ("stage", 0, "stage must be a whole number from 1 to 3, not 0"),
+        ("stage", 4, "stage must be a whole number from 1 to 3, not 4"),
         ("gc_interval", -1, "gc_interval must be a whole number of 0 or more, not -1"),
         ("replicas", 0, "replicas must be a whole number of 1 or more, or None, not 0"),
         ("seed", 2**32, "seed must be a whole number less than 4294967296"),
@@ -196,7 +199,7 @@ def test_a_plan_needs_no_torch() -> None:
         ),
         ({"strategy": "fsdp", "local_sgd_steps": 4}, "as a rank steps alone only if it holds the whole model"),
         ({"strategy": "none", "offload": True}, "Set offload to False, or strategy to 'fsdp' or 'hsdp'"),
-        ({"offload": True}, "as PyTorch moves only shards to the CPU"),
+        ({"offload": True}, "as only shards are moved to the CPU"),
         ({"replicas": 2}, "Set replicas to None, or strategy to 'hsdp'"),
         ({"tp": 2}, "Set tp to 1, or strategy to 'fsdp' or 'hsdp'"),
         (

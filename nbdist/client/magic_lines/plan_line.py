@@ -32,7 +32,7 @@ def plan_parser() -> MagicParser:
     """Return the parser for `%distributed plan`. Its result holds only the settings that were given."""
     parser = _PlanParser("%distributed plan", "Show the plan, or change the given settings.")
     parser.formatter_class = _Help
-    parser.usage = "%(prog)s [none | ddp | fsdp | hsdp | auto] [SETTING ...]"
+    parser.usage = "%(prog)s [none | ddp | fsdp | hsdp | deepspeed | auto] [SETTING ...]"
     parser.add_argument(
         "strategy",
         nargs="?",
@@ -49,6 +49,12 @@ def plan_parser() -> MagicParser:
         metavar="FILE",
         help="start from Accelerate's configuration: this file, or the one that `accelerate config` writes",
     )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help='deepspeed: take DeepSpeed\'s configuration (JSON); "auto" in it stays as planned',
+    )
+    parser.add_argument("--write", metavar="FILE", help="deepspeed: write the plan as DeepSpeed's configuration (JSON)")
     parser.add_argument("--model", metavar="NAME", help="auto: the model, a variable of rank 0")
     parser.add_argument("--batch", metavar="NAME", help="auto: a micro-batch, a variable of rank 0")
     flagged = {name: setting for name, setting in SETTINGS.items() if setting.group}

@@ -13,11 +13,17 @@ from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.start import session_plan
 from nbdist.errors import RankError, UsageError
 from nbdist.plan import Plan
-from nbdist.planning import accelerate_config
+from nbdist.planning import accelerate_config, deepspeed
+from nbdist.planning.deepspeed import DeepSpeedConfig
 from nbdist.planning.rules import own_settings, with_parts_dropped
 
 _WORTH_A_WORD = 1 << 30  # GPU bytes held by others; how much ranks hold outside of torch is not known exactly
 _KEPT_BY_MODELS = "Models that were prepared earlier keep the old plan: prepare them again to use this one."
+
+_AUTOMATIC = (
+    'Accelerate and transformers fill in "auto"; for `deepspeed.initialize`, put the batch size of a rank into '
+    "train_micro_batch_size_per_gpu"
+)
 
 
 def do(session: Session | None, arguments: argparse.Namespace) -> str:
@@ -36,6 +42,8 @@ def do(session: Session | None, arguments: argparse.Namespace) -> str:
             "`%distributed plan auto --model model --batch batch`"
         )
     before = _current(session)
+    if arguments.config is not None or arguments.write is not None:
+        return _exchange(session, before, arguments)
     if arguments.source is not None:
         after, notes = _read(arguments.source, named_settings(arguments))
         shown = _propose(session, after, arguments) if auto else _change(session, before, after)
@@ -60,6 +68,44 @@ def _read(source: str, wanted: dict[str, Any]) -> tuple[Plan, list[str]]:
     plan = Plan()
     try:
         return plan.replace(**reading.settings | with_parts_dropped(plan, wanted)), reading.notes
+    except UsageError as error:
+        raise UsageError(f"{reading.file}: {error}") from None
+
+
+def _exchange(session: Session | None, before: Plan, arguments: argparse.Namespace) -> str:
+    """Take a plan from a file of DeepSpeed, or write one. Nothing has changed if either fails."""
+    if arguments.strategy == "auto" or arguments.source is not None:
+        raise UsageError(
+            "--config and --write are files of DeepSpeed: `%distributed plan deepspeed --config FILE`, without --from "
+            "or auto"
+        )
+    wanted = named_settings(arguments)
+    notes: list[str] = []
+    after = _changed(Plan() if arguments.reset else before, {} if arguments.config is not None else wanted)
+    if arguments.config is not None:
+        after, notes = _configured(after, arguments.config, wanted)
+    if arguments.write is None:
+        return "\n".join([_change(session, before, after), *notes])
+    if after.strategy != "deepspeed":
+        raise UsageError(
+            f"--write is for DeepSpeed, and the strategy is {after.strategy!r}: `%distributed plan deepspeed --write "
+            f"{arguments.write}`"
+        )
+    shown = _change(session, before, after)
+    try:
+        notes.append(f"wrote {DeepSpeedConfig.of(after).write(arguments.write)}: {_AUTOMATIC}")
+    except UsageError:
+        _change(session, after, before)
+        raise
+    return "\n".join([shown, *notes])
+
+
+def _configured(plan: Plan, config: str, wanted: dict[str, Any]) -> tuple[Plan, list[str]]:
+    """Return a plan with what a file of DeepSpeed says, and the wanted settings; and what has no equivalent."""
+    reading = deepspeed.read(config)
+    settings = reading.settings | wanted
+    try:
+        return plan.replace(**own_settings(plan, settings["strategy"]) | settings), reading.notes
     except UsageError as error:
         raise UsageError(f"{reading.file}: {error}") from None
 

@@ -25,6 +25,7 @@ from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages
 from nbdist.train.pipeline.stages import Stages, stages_of
 from nbdist.train.sharding.zero import refuse_overruled, refuse_partitioned
+from nbdist.train.sharding.zero_engine import whole
 from nbdist.train.state import current, default_device, rank
 
 
@@ -47,7 +48,7 @@ def save_model(
     holds stay until the new ones are complete.
 
     Args:
-        model: Plain, DDP, FSDP2 or compiled.
+        model: Plain, DDP, FSDP2, compiled, or DeepSpeed's engine, whose parameters all ranks then gather.
         folder: Where to; made if it is not there.
         max_shard_size: Most bytes of a file, as a number or a text such as "5GB".
         metadata: Texts to put into the files.
@@ -66,7 +67,8 @@ def save_model(
     arguments = {"folder": str(target), "max_shard_size": max_shard_size, "averaged": averaged}
     meeting.meet("save_model", arguments, limit)
     if not averaged:
-        return _save(model, target, max_shard_size, metadata)
+        with whole(model) as inner:
+            return _save(inner, target, max_shard_size, metadata)
     with agreement.together():
         averages.refuse_without_average(model, current())
     with averages.averaged(model):

@@ -23,6 +23,7 @@ from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
 from nbdist.train.pipeline.stages import stages_of
 from nbdist.train.sharding.shards import gather_again
+from nbdist.train.sharding.zero_engine import engines_among
 from nbdist.train.state import COUNTERS, State
 from nbdist.train.structure.quantized import is_quantized, is_signed, quantized, refuse_unquantizable, values_of
 from nbdist.train.structure.shadow import Shadow
@@ -58,6 +59,7 @@ def take(state: State) -> Snapshot:
     Raises:
         UsageError: Something can't be kept; the text names it.
     """
+    _refuse_engine(state)
     snapshot = Snapshot()
     models = [_Model(prefix, module) for prefix, module in _modules(state)]
     for model in models:
@@ -79,6 +81,14 @@ def take(state: State) -> Snapshot:
         **{kind: [_state_of(thing) for thing in things] for kind, things in _keepers(state).items()},
     }
     return snapshot
+
+
+def _refuse_engine(state: State) -> None:
+    if engines_among(state.models):
+        raise UsageError(
+            "a DeepSpeed engine has a checkpoint of its own: write `model.save_checkpoint('checkpoints')`, and "
+            "`model.load_checkpoint('checkpoints')` after prepare"
+        )
 
 
 def joined(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -112,6 +122,7 @@ class Restoring:
     """
 
     def __init__(self, state: State, values: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+        _refuse_engine(state)
         self._state = state
         self._values = values
         self._refuse_other_counts()

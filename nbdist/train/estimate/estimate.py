@@ -253,6 +253,11 @@ def outside_torch(world_size: int) -> int:
 
 
 def _refuse_unusable(model: Any, optimizer: Any, plan: Plan) -> None:
+    if plan.strategy == "deepspeed":
+        raise UsageError(
+            "what DeepSpeed keeps can't be estimated: estimate strategy 'fsdp' instead, whose ranks hold about what "
+            "they hold in stage 3, and 'ddp' for what they hold without ZeRO"
+        )
     if not callable(model):
         raise UsageError(f"model is a {type(model).__name__}: give a torch.nn.Module, or a function that makes one")
     if isinstance(model, nn.Module):

@@ -17,6 +17,7 @@ from nbdist.errors import UsageError
 from nbdist.train import state as training
 from nbdist.train.loop import precision
 from nbdist.train.pipeline.stages import counted_elsewhere, norm_over_stages
+from nbdist.train.sharding import zero_engine as engines
 from nbdist.train.state import State
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -38,10 +39,11 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         as gradients are not whole yet.
 
     Raises:
-        UsageError: `max_norm` is not a positive number.
+        UsageError: `max_norm` is not a positive number, or DeepSpeed's engine has the gradients.
     """
     _refuse_bad_limit("max_norm", max_norm)
     state = training.current()
+    _refuse_engine("clip_grad_norm_", state)
     if not state.sync_gradients:
         return None
     chosen = _listed(parameters)
@@ -53,10 +55,11 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Cut each gradient's elements off at `-clip_value` and `clip_value`. Does nothing inside an accumulation window.
 
     Raises:
-        UsageError: `clip_value` is not a positive number.
+        UsageError: `clip_value` is not a positive number, or DeepSpeed's engine has the gradients.
     """
     _refuse_bad_limit("clip_value", clip_value)
     state = training.current()
+    _refuse_engine("clip_grad_value_", state)
     if not state.sync_gradients:
         return
     chosen = _listed(parameters)
@@ -74,9 +77,10 @@ def unscale_gradients(optimizer: Optimizers = None) -> None:
         optimizer: A prepared optimizer, several, or None for all of them.
 
     Raises:
-        UsageError: An optimizer was not prepared.
+        UsageError: An optimizer was not prepared, or DeepSpeed's engine has the gradients.
     """
     state = training.current()
+    _refuse_engine("unscale_gradients", state)
     listed = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     chosen = list(state.optimizers if listed is None else listed)
     for each in chosen:
@@ -129,6 +133,10 @@ def finish_window(state: State) -> None:
         return
     factor, state.correction = state.correction, 1.0
     state.window = max(1, state.micro_step)  # what other optimizers' losses in this micro-batch are divided by
+    for model in (models := engines.engines_among(state.models)):
+        engines.multiply_gradients(model, factor)
+    if models:
+        return
     chosen = {id(parameter): parameter for optimizer in state.optimizers for parameter in parameters_of(optimizer)}
     for gradient in _gradients(chosen.values()):
         gradient.mul_(factor)
@@ -147,6 +155,14 @@ def _make_whole(state: State, parameters: Iterable[torch.Tensor]) -> None:
     for optimizer in state.optimizers:
         if any(id(parameter) in numbers for parameter in parameters_of(optimizer)):
             precision.unscale(state, optimizer)
+
+
+def _refuse_engine(function: str, state: State) -> None:
+    if engines.engines_among(state.models):
+        raise UsageError(
+            f"{function} can't reach gradients under strategy 'deepspeed': DeepSpeed partitions them in backward, and "
+            "clips them in the step. Set clip_grad_norm in the plan: `%distributed plan --clip-grad-norm 1.0`"
+        )
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from nbdist.train import state as training
 from nbdist.train.collective.turns import Flag
 from nbdist.train.loop import precision
 from nbdist.train.loop.gradients import parameters_of
+from nbdist.train.sharding import zero_engine as engines
 from nbdist.train.sharding.shards import drop_unexchanged, parameter_groups
 from nbdist.train.state import Living, State
 
@@ -65,6 +66,9 @@ def backward(loss: torch.Tensor, **kwargs: Any) -> None:
     state.backward_made = True
     if state.window > 1:
         loss = loss / state.window
+    if models := engines.engines_among(state.models):
+        engines.backward(models, loss, **kwargs)
+        return
     precision.scaled(state, loss).backward(**kwargs)
 
 
@@ -109,6 +113,8 @@ def give_up_window(state: State) -> None:
     state.abandon_window()
     for parameter in itertools.chain.from_iterable(map(parameters_of, state.optimizers)):
         parameter.grad = None
+    for model in engines.engines_among(state.models):
+        engines.drop_gradients(model)
     for part in itertools.chain.from_iterable(_sharded_parts(state, model) for model in state.models):
         for group in parameter_groups(part._get_fsdp_state()):
             drop_unexchanged(group)
@@ -147,6 +153,8 @@ def _without_exchange(models: Iterable[nn.Module]) -> Iterator[None]:
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 stack.enter_context(model.no_sync())
+            elif isinstance(model, engines.DeepSpeedModel):
+                stack.enter_context(engines.gathering(model))
             elif parts := _sharded_parts(training.current(), model):
                 stack.callback(_exchange, parts, True)
                 _exchange(parts, False)
@@ -171,10 +179,12 @@ def _sharded_parts(state: State, model: nn.Module) -> Sequence[Any]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model as the user wrote it: what DDP or torch.compile wraps.
+    """Return the model as the user wrote it: what DDP, torch.compile or DeepSpeed's engine wraps.
 
     A model under FSDP2 is still the user's object, and an instance of the user's class; its parameters are sharded.
     """
+    if isinstance(model, engines.DeepSpeedModel):
+        return unwrap(engines.unwrapped(model))
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
     return unwrap(inner) if isinstance(inner, nn.Module) else model
 
@@ -214,8 +224,8 @@ def _refuse_unjoinable(state: State, joinables: Iterable[Any]) -> None:
     if state.plan.accumulate > 1:
         raise UsageError("join_uneven_inputs can't be combined with accumulation: set accumulate=1 in the plan")
     for model in joinables:
-        if _sharded_parts(state, model):
+        if _sharded_parts(state, model) or isinstance(model, engines.DeepSpeedModel):
             raise UsageError(
-                f"join_uneven_inputs works for DDP, and {type(model).__name__} is sharded: let the loader fill up the "
-                "tail (even_batches=True in the plan)"
+                f"join_uneven_inputs works for DDP, and {type(unwrap(model)).__name__} is sharded: let the loader fill "
+                "up the tail (even_batches=True in the plan)"
             )

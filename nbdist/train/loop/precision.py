@@ -67,6 +67,27 @@ def autocast_forward(model: nn.Module, plan: Plan, device: torch.device) -> None
     shadow(model, "forward", forward)
 
 
+def half_forward(model: nn.Module, plan: Plan) -> None:
+    """Let a model whose parameters will have half the bits take inputs of any float type, and return float32."""
+    dtype = _TYPES[plan.precision]
+    if dtype is None:
+        return
+
+    def forward(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return in_float32(original(module, *_cast(args, dtype), **_cast(kwargs, dtype)))
+
+    shadow(model, "forward", forward)
+
+
+def _cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return the same arguments, with tensors of float types in another one."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return torch.utils._pytree.tree_map(cast, inputs)
+
+
 def in_float32(result: Any) -> Any:
     """Return the same lists, tuples and dicts, with half-precision tensors in float32."""
     if isinstance(result, torch.Tensor):

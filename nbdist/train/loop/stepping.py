@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dis
 import gc
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from nbdist.metrics.allocation.oom import is_out_of_memory
 from nbdist.train.loop import averages, precision
 from nbdist.train.loop.gradients import clip_by_norm, finish_window, parameters_of
 from nbdist.train.loop.local_sgd import average_parameters
+from nbdist.train.sharding import zero_engine as engines
 from nbdist.train.sharding.shards import gather_again
 from nbdist.train.state import State, StepRecord
 from nbdist.train.structure import float8
@@ -35,7 +36,7 @@ Original = Callable[..., Any]
 
 # Whose step an optimizer makes. Shadows of earlier trainings, and those of copies, do nothing: torch's schedulers wrap
 # `step`, so one that is wrapped can't be taken off.
-_trainings: MutableMapping[Optimizer, State] = WeakKeyDictionary()
+_trainings: MutableMapping[Optimizer, State] = weakref.WeakKeyDictionary()
 
 
 def prepare_optimizer(optimizer: Optimizer, state: State) -> None:
@@ -156,11 +157,13 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
     finish_window(state)
     if state.scaler is not None:
         precision.unscale(state, optimizer)
-    if state.plan.clip_grad_norm is not None:
+    if state.plan.clip_grad_norm is not None and record.model is None:
         clip_by_norm(parameters_of(optimizer), state.plan.clip_grad_norm)
     result = None
     original = partial(_explaining_shards, original)
-    if state.scaler is not None:
+    if record.model is not None:
+        record.skipped = not _step_of_engine(record, partial(original, optimizer))
+    elif state.scaler is not None:
         record.skipped = not precision.scaled_step(state, optimizer, original)
     else:
         result = original(optimizer) if closure is None else original(optimizer, closure)
@@ -176,12 +179,37 @@ def _step(state: State, original: Original, optimizer: Optimizer, closure: Any =
     return result
 
 
+def step_by_engine(optimizer: Optimizer, model: engines.DeepSpeedModel, state: State) -> None:
+    """Let a prepared optimizer and the engine that holds it make one step, whichever of both is called."""
+    state.records[optimizer].model = weakref.ref(model)
+    shadow(model.engine, "step", partial(_engines_own_step, state, weakref.ref(optimizer)))
+
+
+def _engines_own_step(state: State, reference: Any, original: Original, engine: Any, *args: Any) -> Any:
+    optimizer = reference()
+    record = None if optimizer is None else state.records.get(optimizer)
+    return optimizer.step() if record is not None and record.inside is None else original(engine, *args)
+
+
+def _step_of_engine(record: StepRecord, step: Callable[[], Any]) -> bool:
+    """Have an engine make its step, in which it calls the optimizer once for each part of the parameters."""
+    model = record.model()
+    if model is None:
+        raise UsageError("the prepared model of this optimizer is gone: build and prepare both again")
+    record.inside = step
+    try:
+        return engines.step(model)
+    finally:
+        record.inside = None
+
+
 def _refuse_closure(state: State) -> None:
     """Raise an error for a closure, whose gradients inside the step would not be scaled, gathered or clipped."""
     wanted = {
         "precision fp16": state.scaler is not None,
         "accumulate": state.plan.accumulate > 1,
         "clip_grad_norm": state.plan.clip_grad_norm is not None,
+        "strategy deepspeed": bool(engines.engines_among(state.models)),
     }
     unfit = [name for name, is_set in wanted.items() if is_set]
     if unfit:
@@ -217,6 +245,11 @@ def _zero_grad(state: State, original: Original, optimizer: Optimizer, *args: An
         return None
     if record.phase == "unscaled":
         precision.renew_scale(state)  # there was no step: the scaler is to begin again
+    if record.model is not None:
+        if not record.consumed and (model := record.model()) is not None:  # else its step has zeroed them
+            engines.drop_gradients(model)
+        record.consumed = False
+        return None
     record.consumed = False
     return original(optimizer, *args, **kwargs)
 

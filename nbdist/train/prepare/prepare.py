@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.plan import Plan
+from nbdist.planning.deepspeed import DeepSpeedConfig
 from nbdist.planning.settings import SHARDED
 from nbdist.train import state as training
 from nbdist.train.checkpoint.weight_sources import open_source
@@ -31,11 +32,13 @@ from nbdist.train.loop.stepping import (
     prepare_optimizer,
     prepare_scheduler,
     refuse_unshardable,
+    step_by_engine,
     strange_parameters,
 )
 from nbdist.train.prepare import environment
 from nbdist.train.prepare.given import refuse_disagreement
 from nbdist.train.prepare.strategies import distribute, refuse_unfit, refuse_wrapped, strategy_in_effect
+from nbdist.train.sharding import zero_engine
 from nbdist.train.state import State
 
 
@@ -45,9 +48,10 @@ def prepare(*objects: Any, plan: Plan | None = None, weights: Any = None) -> Any
     >>> model, optimizer, loader, scheduler = nbdist.prepare(model, optimizer, loader, scheduler)
 
     The results are ordinary PyTorch objects. Optimizers and schedulers stay the objects they are, with the models' new
-    parameters; a model is wrapped under DDP only; a loader gives each rank its share. Schedulers step once for each
-    optimizer step however many ranks there are, so compute their length from the prepared loader. What was prepared
-    already is given back as it is. Another plan than before begins a new training: what is prepared keeps the old one.
+    parameters; a model is wrapped under DDP and DeepSpeed only; a loader gives each rank its share. Schedulers step
+    once for each optimizer step however many ranks there are, so compute their length from the prepared loader. What
+    was prepared already is given back as it is. Another plan than before begins a new training: what is prepared keeps
+    the old one.
 
     A model that is too big for one process is built on the meta device and gets its weights here, each rank its part:
 
@@ -100,7 +104,7 @@ def _state_for(plan: Plan) -> State:
         return training.current()
     device = training.default_device()
     environment.apply(plan, device)
-    scaler = make_scaler(plan, device)
+    scaler = None if strategy_in_effect(plan) == "deepspeed" else make_scaler(plan, device)
     state = training.begin(plan)  # last: what fails above leaves the earlier one in effect
     state.scaler = scaler
     return state
@@ -129,7 +133,7 @@ def _prepared(objects: Sequence[Any], state: State, weights: Fitting | None) -> 
     sizes: list[tuple[int, int]] = []
     for index, thing in enumerate(objects):
         if isinstance(thing, nn.Module):
-            results[index] = _prepared_model(thing, state, weights)
+            results[index] = _prepared_model(thing, state, weights, objects)
     for index, thing in enumerate(objects):
         if isinstance(thing, Optimizer) and thing not in state.optimizers:
             prepare_optimizer(thing, state)
@@ -162,7 +166,7 @@ def _known_model(model: nn.Module, state: State) -> nn.Module | None:
     return next((known for known in state.models if model in (known, unwrap(known))), None)
 
 
-def _prepared_model(model: nn.Module, state: State, weights: Fitting | None) -> nn.Module:
+def _prepared_model(model: nn.Module, state: State, weights: Fitting | None, objects: Sequence[Any]) -> nn.Module:
     if (known := _known_model(model, state)) is not None:
         if weights is not None:
             weights.fill(known)
@@ -170,8 +174,22 @@ def _prepared_model(model: nn.Module, state: State, weights: Fitting | None) -> 
     prepared = distribute(model, state, weights)
     if state.plan.local_sgd_steps:
         train_alone(prepared)
+    if strategy_in_effect(state.plan) == "deepspeed":
+        prepared = _engine(prepared, objects, state)
     state.add_model(prepared)
     return prepared
+
+
+def _engine(model: nn.Module, objects: Sequence[Any], state: State) -> nn.Module:
+    """Return DeepSpeed's engine for a model and the optimizer that is prepared with it."""
+    optimizer = next(thing for thing in objects if isinstance(thing, Optimizer))
+    sizes = [thing.batch_size for thing in objects if isinstance(thing, DataLoader) and thing.batch_size]
+    # The loop counts micro-batches, as windows may be short: to DeepSpeed each is one micro-batch, computed in parts.
+    config = DeepSpeedConfig.of(state.plan.replace(accumulate=1), min(sizes, default=1))
+    prepare_optimizer(optimizer, state)  # first: it may have parameters without storage
+    made = zero_engine.make(model, optimizer, config.entries(), state.device)
+    step_by_engine(optimizer, made, state)
+    return made
 
 
 def _prepared_loader(loader: DataLoader[Any], state: State) -> Any:
@@ -201,13 +219,15 @@ def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
     plan.check(**_surroundings())
     for thing in objects:
         _refuse_unknown(thing)
-        if isinstance(thing, nn.Module) and thing not in known.models:
+        if isinstance(thing, nn.Module) and _known_model(thing, known) is None:
             if now is not known:
                 _refuse_earlier(thing, now, plan)
             refuse_wrapped(thing, plan)
             refuse_unfit(thing, plan, has_weights=weights is not None)
     if strategy_in_effect(plan) == "none":
         return
+    if strategy_in_effect(plan) == "deepspeed":
+        _refuse_unpaired(objects, known)
     sharded = strategy_in_effect(plan) in SHARDED
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     parameters = {id(parameter) for model in (*models, *known.models) for parameter in model.parameters()}
@@ -215,7 +235,28 @@ def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
         if isinstance(thing, Optimizer):
             if sharded:
                 refuse_unshardable(thing)
+            if thing in known.optimizers:  # DeepSpeed has put its own parameters into it
+                continue
             _refuse_strange(thing, strange_parameters(thing, parameters, known.replaced))
+
+
+def _refuse_unpaired(objects: Sequence[Any], known: State) -> None:
+    """Raise an error unless there is one model with its optimizer: DeepSpeed's engine is made of both."""
+    models = [thing for thing in objects if isinstance(thing, nn.Module) and _known_model(thing, known) is None]
+    optimizers = [thing for thing in objects if isinstance(thing, Optimizer) and thing not in known.optimizers]
+    if not models and not optimizers:
+        return
+    if len(models) != 1 or len(optimizers) != 1:
+        raise UsageError(
+            f"strategy 'deepspeed' takes a model and its optimizer together, and prepare got {len(models)} and "
+            f"{len(optimizers)} new ones: write model, optimizer = nbdist.prepare(model, optimizer). Leave models out "
+            "that are not trained"
+        )
+    if optimizers[0].state:
+        raise UsageError(
+            f"DeepSpeed drops the state of an optimizer that has made steps: make the {type(optimizers[0]).__name__} "
+            "again, or load a checkpoint of DeepSpeed's after prepare: model.load_checkpoint(folder)"
+        )
 
 
 _NO_DEVICE = torch.device("meta")
@@ -223,7 +264,7 @@ _NO_DEVICE = torch.device("meta")
 
 def _refuse_earlier(model: nn.Module, earlier: State, plan: Plan) -> None:
     """Raise an error for a model that an earlier plan sharded, or wrapped in DDP, which still exchanges gradients."""
-    sharded = strategy_in_effect(earlier.plan) in ("fsdp", "hsdp")
+    sharded = strategy_in_effect(earlier.plan) in (*SHARDED, "deepspeed")
     for other in earlier.models:
         inner = unwrap(other)
         if model not in (other, inner) or not (sharded or other is not inner):

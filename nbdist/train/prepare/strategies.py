@@ -1,4 +1,4 @@
-"""Strategies: a model becomes one that ranks train together, by torch's own DDP and FSDP2.
+"""Strategies: a model becomes one that ranks train together, by torch's own DDP and FSDP2, or ready for DeepSpeed.
 
 Independent of optimizers, loaders or loops. The order matters: layers are replaced first, then blocks are
 checkpointed, then compiled, then sharded.
@@ -91,6 +91,8 @@ def refuse_unfit(model: nn.Module, plan: Plan, *, has_weights: bool = False) -> 
             can't set its values, this torch's hook is broken, torchao does not know the recipe.
     """
     _blocks_of(model, plan)
+    if plan.strategy == "deepspeed" and plan.precision != "fp32":
+        _refuse_batch_norm(model, plan)
     if plan.tp > 1:
         styles = tensor_parallel.styles_of(model)
         tensor_parallel.refuse_indivisible(model, styles, plan.tp)
@@ -131,6 +133,14 @@ def _refuse_unfit_for_stages(model: nn.Module, plan: Plan, has_weights: bool) ->
     cutting.refuse_unfit(model, plan.pp)
 
 
+def _refuse_batch_norm(model: nn.Module, plan: Plan) -> None:
+    if any(is_batch_norm(module) and module.track_running_stats for module in model.modules()):
+        raise UsageError(
+            f"precision {plan.precision!r} under strategy 'deepspeed' converts the parameters of BatchNorm layers, but "
+            "not their running statistics, which PyTorch refuses: set precision to 'fp32', or strategy to 'fsdp'"
+        )
+
+
 def _is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -149,7 +159,7 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
         weights: The values of its parameters; None: its own.
 
     Returns:
-        The model: itself but under DDP, where it is wrapped.
+        The model: itself but under DDP, where it is wrapped; DeepSpeed's engine is made around it later.
 
     Raises:
         UsageError: The plan does not fit the model.
@@ -174,7 +184,10 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
     if strategy in ("fsdp", "hsdp"):
         distributed = _shard(model, blocks, state, styles, weights)
     else:
-        precision.autocast_forward(model, plan, state.device)
+        if strategy == "deepspeed":
+            precision.half_forward(model, plan)
+        else:
+            precision.autocast_forward(model, plan, state.device)
         if weights is None:
             Materializer(state.device).materialize(model.modules())
         else:
@@ -182,6 +195,8 @@ def distribute(model: nn.Module, state: State, weights: Fitting | None = None) -
         model.to(state.device)
         if weights is not None:
             weights.fill(model)
+        if strategy == "deepspeed":
+            take_from_rank_0(model.modules())
         distributed = _replicate(model, plan, state.device) if strategy == "ddp" else model
         if plan.compile:
             distributed.compile(**_compile_options(plan))  # DDP compiled around cuts the graph at its buckets

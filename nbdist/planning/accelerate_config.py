@@ -166,12 +166,13 @@ class _Translation:
             found = deepspeed.read(self._found.file.parent / Path(str(config)).expanduser())
         else:
             devices = {kind: self._take(f"{section}offload_{kind}_device") for kind in ("optimizer", "param")}
+            stage = self._take(f"{section}zero_stage")
             zero = {f"offload_{kind}": {"device": device} for kind, device in devices.items()}
             entries = {
                 "bf16": {"enabled": deepspeed.AUTO},  # the precision stands outside
                 "gradient_accumulation_steps": self._take(f"{section}gradient_accumulation_steps") or 1,
                 "gradient_clipping": self._take(f"{section}gradient_clipping"),
-                "zero_optimization": {"stage": self._take(f"{section}zero_stage"), **zero},
+                "zero_optimization": {"stage": 2 if stage is None else stage, **zero},
             }
             found = deepspeed.translated(self._found.file, entries)
         self._found.settings |= found.settings

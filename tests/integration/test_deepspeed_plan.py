@@ -219,6 +219,43 @@ apart(model, stepped_alone(6)) < 1e-6, model.global_steps"""
     assert value(two, code) == "(True, 6)"
 
 
+@STAGE
+def test_an_interrupt_stops_all_ranks_after_the_same_step_and_training_goes_on(two: Kernel, stage: int) -> None:
+    on_ranks(two, f"model, optimizer, *_ = prepared(Plan('deepspeed', stage={stage}))")
+    cell = two.start(
+        "%%distributed\nfor number in range(10**6):\n"
+        "    steps(model, 1, lambda loss: (nbdist.backward(loss), optimizer.step()), number % 13)\n"
+        "    if number == 20: print('on')"
+    )
+    cell.wait_for_ranks(2, "on")
+    two.interrupt()
+    assert cell.finish().evalue.startswith("all ranks stopped after step")
+    made = value(two, "model.global_steps")
+    code = f"""
+steps(model, 1, lambda loss: (nbdist.backward(loss), optimizer.step()), {made} % 13)
+other = model_of(); own_optimizer = optimizer_of(other)
+for number in range({made} + 1):
+    loss_of(other, *(each.split(BATCH)[number % 13] for each in (ROWS, WISHED))).backward()
+    own_optimizer.step(); own_optimizer.zero_grad()
+apart(model, other) < 1e-3, state.current().steps"""
+    assert value(two, code) == str((True, int(made) + 1))
+
+
+@pytest.mark.torch_private
+@pytest.mark.parametrize("stage", [2, 3])
+def test_after_a_lost_step_another_one_is_prepared(two: Kernel, stage: int) -> None:
+    """Rank 1 waits for a message that nobody sends, rank 0 for its gradients."""
+    on_ranks(two, f"model, optimizer, *_ = prepared(Plan('deepspeed', stage={stage}))")
+    cell = two.start(
+        "%%distributed\nprint('on')\nif rank: dist.recv(torch.ones(1), 0)\n"
+        "steps(model, 3, lambda loss: (nbdist.backward(loss), optimizer.step()))"
+    )
+    cell.wait_for_ranks(2, "on")
+    two.interrupt()
+    assert "build and prepare the model" in str(cell.finish())
+    assert value(two, f"{trained(f'stage={stage}')}apart(model, alone()) < 1e-6") == "True"
+
+
 # --- what it can't do
 
 

@@ -103,8 +103,8 @@ def test_a_file_of_accelerate_becomes_the_plan(plain: Kernel, tmp_path: Path) ->
 
 def test_a_file_of_accelerate_that_no_plan_follows_changes_nothing(plain: Kernel, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: DEEPSPEED\n")
-    assert "DEEPSPEED has no equivalent" in plain.fails(f"%distributed plan --from {file}", "UsageError").evalue
+    file.write_text("distributed_type: MEGATRON_LM\n")
+    assert "MEGATRON_LM has no equivalent" in plain.fails(f"%distributed plan --from {file}", "UsageError").evalue
     assert plain.value("nbdist.get_session().plan == Plan()")
 
 

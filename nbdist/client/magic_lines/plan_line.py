@@ -47,7 +47,7 @@ def plan_parser() -> MagicParser:
         nargs="?",
         const="",
         metavar="FILE",
-        help="start from Accelerate's configuration: this file, or the one that `accelerate config` writes",
+        help="start from Accelerate's configuration, by default its own",
     )
     parser.add_argument(
         "--config",

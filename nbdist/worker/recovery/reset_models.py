@@ -170,7 +170,8 @@ _HOPELESS = {
         "or use `torch.distributed.fsdp.fully_shard`, which can"
     ),
     ("deepspeed", "DeepSpeedEngine"): (
-        "a DeepSpeed engine can't continue after a lost step: call `deepspeed.initialize` again and load a checkpoint"
+        "a DeepSpeed engine can't continue after a lost step: call `deepspeed.initialize` again (or build and prepare "
+        "the model, if the plan made the engine) and load a checkpoint"
     ),
 }
 

@@ -21,6 +21,10 @@ _SHARDED = (
     "sharded models (FSDP2, tensor parallel) were created before this change: build and prepare them again, then call "
     "`nbdist.load_state(path)`"
 )
+_ENGINES = (
+    "DeepSpeed engines were created before this change: build their models again, make or prepare them, and load weights "
+    "that were saved whole, such as those of `nbdist.save_model`"
+)
 _MESHES = "device meshes were created before this change: create them again"
 
 
@@ -68,6 +72,8 @@ def take_groups(collectives: Collectives, setup: RankSetup, order: Resize) -> tu
     if groups.dropped:
         verb = "has" if len(groups.dropped) == 1 else "have"
         notes.append(f"{', '.join(groups.dropped)} {verb} lost ranks and can't be used any more")
+    if _living("deepspeed.runtime.engine", "DeepSpeedEngine"):
+        notes.append(_ENGINES)
     if _living("torch.distributed.fsdp", "FSDPModule"):
         notes.append(_SHARDED)
     elif _living("torch.distributed.device_mesh", "DeviceMesh"):

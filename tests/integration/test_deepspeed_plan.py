@@ -206,6 +206,47 @@ apart(model, stepped_alone(3)) < 1e-6"""
 
 
 @STAGE
+@pytest.mark.parametrize("settings", ["", "offload=True", "precision='bf16'"], ids=["", "offload", "bf16"])
+def test_a_run_that_loads_a_state_goes_on_as_if_it_had_not_been_interrupted(
+    two: Kernel, stage: int, settings: str, tmp_path: Path
+) -> None:
+    code = f"""
+plan = Plan("deepspeed", accumulate=WINDOW, clip_grad_norm=CLIP, stage={stage}, {settings})
+whole_run = prepared(plan)
+train(*whole_run, epochs=2)
+with whole(whole_run[0]) as one: wished = [each.detach().clone() for each in one.parameters()]
+whole_run = None
+first = prepared(plan)
+train(*first, epochs=1)
+saved = nbdist.save_state({str(tmp_path / "one")!r}); first = None
+second = prepared(plan)
+loaded = nbdist.load_state({str(tmp_path)!r})
+train(*second, epochs=1)
+with whole(second[0]) as other: same = [torch.equal(a, b) for a, b in zip(wished, other.parameters())]
+all(same), loaded.steps, state.current().steps, second[1].param_groups[0]["lr"] == 0.01 / 32"""
+    assert value(two, code) == "(True, 5, 10, True)"
+
+
+def test_a_state_of_another_stage_or_strategy_is_refused(two: Kernel, tmp_path: Path) -> None:
+    save = f"_ = nbdist.save_state({str(tmp_path / 'one')!r})"
+    load = f"nbdist.load_state({str(tmp_path)!r})"
+    on_ranks(two, f"everything = prepared(Plan('deepspeed', stage=2))\n{save}")
+    on_ranks(two, "everything = prepared(Plan('deepspeed', stage=3))")
+    assert "set stage to 2 and prepare again" in refused(two, load)
+    on_ranks(two, "everything = prepared(Plan('fsdp'))")
+    assert "Nothing was loaded" in refused(two, load)
+    on_ranks(two, f"{save}\neverything = prepared(Plan('deepspeed'))")
+    assert "Nothing was loaded" in refused(two, load)
+
+
+def test_a_state_of_two_ranks_is_not_for_four(two: Kernel, four: Kernel, tmp_path: Path) -> None:
+    on_ranks(two, f"everything = prepared(Plan('deepspeed'))\n_ = nbdist.save_state({str(tmp_path / 'one')!r})")
+    on_ranks(four, "everything = prepared(Plan('deepspeed'))")
+    error = four.fails(f"%%distributed\nnbdist.load_state({str(tmp_path)!r})", "RankError").traceback
+    assert "that 2 ranks saved can't be loaded by 4 ranks" in error
+
+
+@STAGE
 def test_its_own_checkpoint_brings_training_back(two: Kernel, stage: int, tmp_path: Path) -> None:
     code = f"""
 def fresh(): return prepared(Plan("deepspeed", stage={stage}))[:2]
@@ -265,7 +306,8 @@ def test_after_a_lost_step_another_one_is_prepared(two: Kernel, stage: int) -> N
         ("nbdist.clip_grad_norm_(model.parameters(), 1.0)", "Set clip_grad_norm in the plan"),
         ("nbdist.clip_grad_value_(model.parameters(), 1.0)", "Set clip_grad_norm in the plan"),
         ("optimizer.step(lambda: 1)", "can't be combined with strategy deepspeed"),
-        ("nbdist.save_state('never')", "write `model.save_checkpoint('checkpoints')`"),
+        ("nbdist.save_state('never', asynchronous=True)", "leave out asynchronous"),
+        ("nbdist.replicate()", "write nbdist.save_state() instead"),
         ("nbdist.prepare(model_of(), plan=plan)", "takes a model and its optimizer together, and prepare got 1 and 0"),
         (
             "nbdist.prepare(*(each for m in (model_of(), model_of()) for each in (m, optimizer_of(m))), plan=plan)",

@@ -31,6 +31,7 @@ from nbdist.train.checkpoint.checkpoint_folder import (
     find,
     is_previous,
     latest,
+    partial_folder,
     partials,
     read_manifest,
 )
@@ -48,6 +49,7 @@ from nbdist.train.checkpoint.state_snapshot import Restoring, Snapshot, joined, 
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.collective.rng import random_digests
 from nbdist.train.loop import averages
+from nbdist.train.sharding.zero_engine import DeepSpeedModel, engines_among, load_engines, save_engines
 from nbdist.train.state import State, current, rank, world_size
 
 _FOLDER = "checkpoints"
@@ -152,6 +154,9 @@ def save_with(target: Path, keep: int | None, further: Further, state: State) ->
 
 
 def _save(target: Path, keep: int | None, *, asynchronous: bool, state: State, further: Further | None = None) -> Save:
+    engines = engines_among(state.models)
+    if asynchronous and engines:
+        raise UsageError("DeepSpeed writes its part of a checkpoint at once: leave out asynchronous")
     _come_to_rest(state)
     snapshot, manifest = _snapshot(state, may_be_empty=further is not None)
     with agreement.together():
@@ -167,6 +172,8 @@ def _save(target: Path, keep: int | None, *, asynchronous: bool, state: State, f
     state.saved_in = str(target.parent)
     writing = Writing(target, draft, manifest, keep, bool(state.plan.local_sgd_steps), further)
     save = Save(target)
+    if engines:
+        _save_engines(engines, writing)
     if asynchronous:
         save.begin(writing, tensors, values)
     else:
@@ -174,14 +181,23 @@ def _save(target: Path, keep: int | None, *, asynchronous: bool, state: State, f
     return save
 
 
+def _save_engines(engines: list[DeepSpeedModel], writing: Writing) -> None:
+    try:
+        with agreement.together():
+            save_engines(engines, partial_folder(writing.target))
+    except BaseException:  # Ctrl-C included: half a checkpoint is none
+        writing.discard()
+        raise
+
+
 def load_state(
     path: str | os.PathLike[str] | None = None, *, limit: float | None = None, state: State | None = None
 ) -> LoadReport:
     """Load a checkpoint into what is prepared and registered. To be called on all ranks, after `prepare`.
 
-    The strategy and the number of ranks may be others than when it was saved. With another number of ranks random
-    generators that were not the same on all ranks get new seeds, made of the old state and the rank; and what is
-    registered gets what rank 0 had. Checkpoints hold pickles: load only those that you trust.
+    The strategy and the number of ranks may be others than when it was saved, except under DeepSpeed. With another
+    number of ranks random generators that were not the same on all ranks get new seeds, made of the old state and the
+    rank; and what is registered gets what rank 0 had. Checkpoints hold pickles: load only those that you trust.
 
     Args:
         path: A checkpoint, or a folder with checkpoints, of which the newest whole one is taken; "checkpoints" by
@@ -211,10 +227,13 @@ def load_state(
             n: (entry.size, entry.properties.dtype) for n, entry in kept if isinstance(entry, TensorStorageMetadata)
         }
         restoring = Restoring(state, values, {name: size for name, (size, _) in types.items()})
+        _refuse_other_ranks(state, manifest)
         slots = restoring.slots(types)
     try:
         with agreement.together(), without_group_warning(), _without_stages_warning(state):
             dcp.load(in_pieces(slots), storage_reader=FileSystemReader(found), no_dist=world_size() == 1)
+        with agreement.together():
+            load_engines(engines_among(state.models), found)
         with agreement.together():
             own = manifest["world_size"] == world_size()
             seed = None if own else f"{manifest['random_seed']} {rank()} of {world_size()}"
@@ -239,6 +258,14 @@ def _without_stages_warning(state: State) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected mismatched keys in state dict")
         yield
+
+
+def _refuse_other_ranks(state: State, manifest: Mapping[str, Any]) -> None:
+    if engines_among(state.models) and manifest["world_size"] != world_size():
+        raise UsageError(
+            f"a checkpoint of DeepSpeed's that {_ranks(manifest['world_size'])} saved can't be loaded by "
+            f"{_ranks(world_size())}: start as many, or load weights that `save_model` wrote. Nothing was loaded"
+        )
 
 
 def latest_state(path: str | os.PathLike[str] = _FOLDER) -> Path | None:
@@ -267,7 +294,7 @@ def _snapshot(state: State, *, may_be_empty: bool) -> tuple[Snapshot, dict[str, 
     """Return what this rank keeps, and the manifest of the whole."""
     with agreement.together():
         snapshot = take(state)
-        if not snapshot.tensors and not may_be_empty:
+        if not (snapshot.tensors or may_be_empty or engines_among(state.models)):
             raise UsageError("nothing is prepared, so there is nothing to save: call nbdist.prepare(model, ...) first")
         if state.micro_step and rank() == 0:
             warnings.warn(

@@ -49,7 +49,7 @@ class Draft:
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
         """Complete it and give it its name. It is locked until then: others would take it for a killed save."""
-        files = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir()) if path.name != _LOCK}
+        files = {name: size for name, size in sorted(_sizes(self.folder).items()) if name != _LOCK}
         content = {"format": FORMAT, "saved_at": time.time(), **manifest, "files": files}
         write_durably(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
         sync(self.folder)
@@ -107,7 +107,7 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} was saved by a newer nbdist ({manifest.get('nbdist')}): upgrade nbdist to load it"
         )
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
+    sizes = _sizes(path)
     wrong = [
         f"{name} {'is missing' if name not in sizes else f'has {sizes[name]:,} bytes instead of {size:,}'}"
         for name, size in manifest["files"].items()
@@ -116,6 +116,11 @@ def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(f"{path} is incomplete: {', '.join(wrong[:5])}{more}. Nothing was loaded")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the size of each file in a folder and in those inside it."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if not path.is_dir()}
 
 
 def latest(folder: Path) -> Path | None:

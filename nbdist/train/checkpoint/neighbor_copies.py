@@ -22,6 +22,7 @@ from nbdist.errors import UsageError
 from nbdist.train.checkpoint.state_snapshot import Restoring, take
 from nbdist.train.collective import agreement, meeting
 from nbdist.train.loop import averages
+from nbdist.train.sharding.zero_engine import engines_among
 from nbdist.train.state import State, current, rank, world_size
 
 _CHUNK = 64 << 20  # bytes that are sent at once
@@ -87,6 +88,8 @@ def replicate(state: State | None = None) -> ReplicaReport:
     meeting.meet("replicate", {})
     with agreement.together():
         averages.refuse_inside("replicate", state)
+        if engines_among(state.models):
+            raise UsageError("replicate can't copy what a DeepSpeed engine holds: write nbdist.save_state() instead")
         snapshot = take(state)
         if not snapshot.tensors:
             raise UsageError("nothing is prepared, so there is nothing to keep: call nbdist.prepare(model, ...) first")

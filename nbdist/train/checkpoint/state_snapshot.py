@@ -23,7 +23,7 @@ from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
 from nbdist.train.pipeline.stages import stages_of
 from nbdist.train.sharding.shards import gather_again
-from nbdist.train.sharding.zero_engine import engines_among
+from nbdist.train.sharding.zero_engine import DeepSpeedModel, engines_among, whole_sizes
 from nbdist.train.state import COUNTERS, State
 from nbdist.train.structure.quantized import is_quantized, is_signed, quantized, refuse_unquantizable, values_of
 from nbdist.train.structure.shadow import Shadow
@@ -59,7 +59,6 @@ def take(state: State) -> Snapshot:
     Raises:
         UsageError: Something can't be kept; the text names it.
     """
-    _refuse_engine(state)
     snapshot = Snapshot()
     models = [_Model(prefix, module) for prefix, module in _modules(state)]
     for model in models:
@@ -69,7 +68,7 @@ def take(state: State) -> Snapshot:
     names = {key: name for model in models for key, name in model.parameters.items()}
     snapshot.tensors |= _averages(models, state)
     optimizers = []
-    for number, optimizer in enumerate(state.optimizers):
+    for number, optimizer in enumerate(_own_optimizers(state)):
         tensors, values = _take_optimizer(f"optimizers.{number}", optimizer, names)
         snapshot.tensors |= tensors
         optimizers.append(values)
@@ -78,17 +77,18 @@ def take(state: State) -> Snapshot:
         "optimizers": optimizers,
         "random": take_random(state.device),
         "counters": {name: getattr(state, name) for name in COUNTERS},
+        "engines": described_engines(state),
         **{kind: [_state_of(thing) for thing in things] for kind, things in _keepers(state).items()},
     }
     return snapshot
 
 
-def _refuse_engine(state: State) -> None:
-    if engines_among(state.models):
-        raise UsageError(
-            "a DeepSpeed engine has a checkpoint of its own: write `model.save_checkpoint('checkpoints')`, and "
-            "`model.load_checkpoint('checkpoints')` after prepare"
-        )
+def described_engines(state: State) -> list[dict[str, Any]]:
+    """Return what engines of DeepSpeed must have in common with those whose checkpoint is loaded into them."""
+    return [
+        {"stage": state.plan.stage, "parameters": [list(size) for size in whole_sizes(model)]}
+        for model in engines_among(state.models)
+    ]
 
 
 def joined(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -122,7 +122,6 @@ class Restoring:
     """
 
     def __init__(self, state: State, values: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-        _refuse_engine(state)
         self._state = state
         self._values = values
         self._refuse_other_counts()
@@ -178,7 +177,8 @@ class Restoring:
         restore_random(self._values["random"], self._state.device, seed, shared)  # last: the others may draw
 
     def _refuse_other_counts(self) -> None:
-        if not any(_modules(self._state)) and self._values["extra"]:
+        is_empty = not any(_modules(self._state)) and not engines_among(self._state.models)
+        if is_empty and self._values["extra"]:
             raise UsageError(
                 "nothing is prepared, so there is nothing to load into: call nbdist.prepare(model, ...) first, as when "
                 "it was saved. Nothing was loaded"
@@ -186,6 +186,20 @@ class Restoring:
         for kind, things in _keepers(self._state).items():
             if len(things) != len(self._values[kind]):
                 raise UsageError(_other_count(kind, len(things), len(self._values[kind])))
+        _refuse_other_engines(described_engines(self._state), self._values.get("engines", []))
+
+
+def _refuse_other_engines(here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[str, Any]]) -> None:
+    if len(here) != len(there):
+        raise UsageError(_other_count("models under DeepSpeed", len(here), len(there)))
+    for mine, saved in zip(here, there, strict=True):
+        if mine["stage"] != saved["stage"]:
+            raise UsageError(
+                f"the checkpoint is of DeepSpeed's stage {saved['stage']}, which no other stage can load, and the plan "
+                f"has stage {mine['stage']}: set stage to {saved['stage']} and prepare again. Nothing was loaded"
+            )
+        if mine["parameters"] != saved["parameters"]:
+            raise UsageError("the checkpoint is for another model under DeepSpeed: its parameters have other sizes")
 
 
 class _Model:
@@ -398,7 +412,7 @@ def _optimizers_of(state: State, values: Mapping[str, Any], models: Sequence[_Mo
     elsewhere = set().union(*(model.elsewhere() for model in models))
     here = [
         optimizer
-        for optimizer in state.optimizers
+        for optimizer in _own_optimizers(state)
         if any(id(each) in names for each in parameters_of(optimizer)) or (elsewhere and not parameters_of(optimizer))
     ]
     there = [
@@ -443,10 +457,19 @@ def listed(texts: Sequence[str]) -> str:
 
 def _modules(state: State) -> Iterator[tuple[str, nn.Module]]:
     """Yield the models, and the modules among the registered objects, such as averaged weights, which may be large."""
-    yield from ((f"models.{number}", model) for number, model in enumerate(state.models))
+    yield from (
+        (f"models.{number}", model)
+        for number, model in enumerate(state.models)
+        if not isinstance(model, DeepSpeedModel)  # the engine saves it
+    )
     for number, thing in enumerate(state.registered):
         if isinstance(thing, nn.Module):
             yield f"registered.{number}", thing
+
+
+def _own_optimizers(state: State) -> list[torch.optim.Optimizer]:
+    """Return the optimizers without those that an engine of DeepSpeed saves."""
+    return [each for each in state.optimizers if getattr(state.records.get(each), "model", None) is None]
 
 
 def _keepers(state: State) -> dict[str, list[Any]]:

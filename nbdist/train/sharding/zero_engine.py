@@ -11,13 +11,14 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nbdist.errors import UsageError
+from nbdist.errors import CheckpointError, UsageError
 
 
 def make(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], device: torch.device) -> DeepSpeedModel:
@@ -172,3 +173,28 @@ def unwrapped(model: DeepSpeedModel) -> nn.Module:
     """Return the model as the user wrote it."""
     inner: Any = model.engine.module
     return inner  # type: ignore[no-any-return]
+
+
+def whole_sizes(model: DeepSpeedModel) -> list[torch.Size]:
+    """Return the sizes of its parameters, also where they are partitioned."""
+    return [getattr(parameter, "ds_shape", parameter.shape) for parameter in model.parameters()]
+
+
+def save_engines(models: Sequence[DeepSpeedModel], folder: Path) -> None:
+    """Write DeepSpeed's checkpoints of engines into a folder that there is. To be called on all ranks."""
+    for number, model in enumerate(models):
+        engine: Any = model.engine
+        engine.save_checkpoint(str(folder), tag=f"deepspeed-{number}", save_latest=False)
+
+
+def load_engines(models: Sequence[DeepSpeedModel], folder: Path) -> None:
+    """Load what `save_engines` has written. To be called on all ranks.
+
+    Raises:
+        CheckpointError: DeepSpeed does not find its files.
+    """
+    for number, model in enumerate(models):
+        engine: Any = model.engine
+        found, _ = engine.load_checkpoint(str(folder), tag=f"deepspeed-{number}")
+        if found is None:
+            raise CheckpointError(f"{folder} lacks files of DeepSpeed's")

@@ -22,8 +22,8 @@ _SHARDED = (
     "`nbdist.load_state(path)`"
 )
 _ENGINES = (
-    "DeepSpeed engines were created before this change: build their models again, make or prepare them, and load weights "
-    "that were saved whole, such as those of `nbdist.save_model`"
+    "DeepSpeed engines were created before this change: build their models again, make or prepare them, and load "
+    "weights that were saved whole, such as those of `nbdist.save_model`"
 )
 _MESHES = "device meshes were created before this change: create them again"
 

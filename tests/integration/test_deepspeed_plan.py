@@ -82,6 +82,25 @@ def test_parameters_of_64_bits_stay_what_they_are(two: Kernel, stage: int) -> No
     assert value(two, seen) == "(True, torch.float64)"
 
 
+@pytest.mark.parametrize("settings", ["stage=2", "stage=3", "stage=3, activation_checkpointing='full'"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_a_language_model_of_transformers_trains_like_in_one_process(two: Kernel, settings: str, tied: bool) -> None:
+    code = f"""
+from tests.support.train_weights import llama
+def fresh(seed):
+    torch.manual_seed(seed); model = llama(tie_word_embeddings={tied})
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer = nbdist.prepare(*fresh(rank), plan=Plan("deepspeed", {settings}))
+other, own_optimizer = fresh(0)
+words = torch.arange(48).reshape(4, 12) % other.config.vocab_size
+for _ in range(3):
+    mine = own(words)
+    nbdist.backward(model(input_ids=mine, labels=mine).loss); optimizer.step(); optimizer.zero_grad()
+    other(input_ids=words, labels=words).loss.backward(); own_optimizer.step(); own_optimizer.zero_grad()
+apart(model, other) < 1e-6, type(model(input_ids=words)).__name__"""
+    assert value(two, code) == "(True, 'CausalLMOutputWithPast')"
+
+
 @STAGE
 def test_half_precision_is_near_and_results_are_whole(two: Kernel, stage: int) -> None:
     code = trained(f"stage={stage}, precision='bf16'")

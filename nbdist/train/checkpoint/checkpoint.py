@@ -264,7 +264,7 @@ def _refuse_other_ranks(state: State, manifest: Mapping[str, Any]) -> None:
     if engines_among(state.models) and manifest["world_size"] != world_size():
         raise UsageError(
             f"a checkpoint of DeepSpeed's that {_ranks(manifest['world_size'])} saved can't be loaded by "
-            f"{_ranks(world_size())}: start as many, or load weights that `save_model` wrote. Nothing was loaded"
+            f"{_ranks(world_size())}: start that many, or load weights that `save_model` wrote. Nothing was loaded"
         )
 
 

@@ -176,6 +176,17 @@ apart(one, stepped_alone(5)) < 1e-6, apart(other, one.module) < 1e-6 if {stage} 
     assert value(two, code) == "(True, True)"
 
 
+def test_a_second_pair_may_come_with_the_first(two: Kernel) -> None:
+    code = """
+plan = Plan("deepspeed")
+one, first, *_ = prepared(plan)
+other = model_of(rank); second = optimizer_of(other)
+one, first, other, second = nbdist.prepare(one, first, other, second, plan=plan)
+steps(other, 5, lambda loss: (nbdist.backward(loss), second.step(), second.zero_grad()))
+apart(other, stepped_alone(5)) < 1e-6, apart(one, model_of()) == 0"""
+    assert value(two, code) == "(True, True)"
+
+
 # --- the model that comes back
 
 
@@ -340,6 +351,10 @@ def test_after_a_lost_step_another_one_is_prepared(two: Kernel, stage: int) -> N
         ("nbdist.estimate(model_of(), ROWS, plan)", "estimate strategy 'fsdp' instead"),
         ("nbdist.join_uneven_inputs([model]).__enter__()", "join_uneven_inputs works for DDP"),
         ("nbdist.load_model(model, 'never')", "engine.load_checkpoint"),
+        (
+            "nbdist.prepare(model, plan=plan, weights=model_of().state_dict() if rank == 0 else {})",
+            "keeps their values in its optimizer",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_what_to_do(two: Kernel, code: str, message: str) -> None:

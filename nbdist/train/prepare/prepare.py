@@ -39,6 +39,7 @@ from nbdist.train.prepare import environment
 from nbdist.train.prepare.given import refuse_disagreement
 from nbdist.train.prepare.strategies import distribute, refuse_unfit, refuse_wrapped, strategy_in_effect
 from nbdist.train.sharding import zero_engine
+from nbdist.train.sharding.zero import refuse_overruled
 from nbdist.train.state import State
 
 
@@ -182,7 +183,7 @@ def _prepared_model(model: nn.Module, state: State, weights: Fitting | None, obj
 
 def _engine(model: nn.Module, objects: Sequence[Any], state: State) -> nn.Module:
     """Return DeepSpeed's engine for a model and the optimizer that is prepared with it."""
-    optimizer = next(thing for thing in objects if isinstance(thing, Optimizer))
+    optimizer = next(each for each in objects if isinstance(each, Optimizer) and each not in state.optimizers)
     sizes = [thing.batch_size for thing in objects if isinstance(thing, DataLoader) and thing.batch_size]
     # The loop counts micro-batches, as windows may be short: to DeepSpeed each is one micro-batch, computed in parts.
     config = DeepSpeedConfig.of(state.plan.replace(accumulate=1), min(sizes, default=1))
@@ -224,6 +225,8 @@ def _check(objects: Sequence[Any], plan: Plan, weights: Any) -> None:
                 _refuse_earlier(thing, now, plan)
             refuse_wrapped(thing, plan)
             refuse_unfit(thing, plan, has_weights=weights is not None)
+        elif isinstance(thing, nn.Module) and weights is not None:
+            refuse_overruled("prepare", thing.parameters())
     if strategy_in_effect(plan) == "none":
         return
     if strategy_in_effect(plan) == "deepspeed":

@@ -48,8 +48,8 @@ def _rank(rank: int) -> None:
     dist.init_process_group("gloo")
     if rank == 0:
         _tools.header(f"a step of a Llama {WIDTH} wide, {ROWS} x {LENGTH} words, two ranks")
-    for name, by_hand in (("fsdp", _sharded), ("tp", _divided), ("pp", _staged)):
-        _compare(name, by_hand(), _by_plan(name))
+    for name, (by_hand, settings) in _WAYS.items():
+        _compare(name, by_hand(), _by_plan(settings))
     dist.destroy_process_group()
 
 
@@ -103,14 +103,11 @@ def _step_of(model: Any, words: torch.Tensor, backward: Callable[[torch.Tensor],
     return step
 
 
-def _by_plan(name: str) -> Step:
+def _by_plan(settings: dict[str, Any]) -> Step:
     import nbdist
 
-    settings: dict[str, Any] = {} if name == "fsdp" else {name: RANKS}
-    if name == "pp":
-        settings["pp_micro_batches"] = MICRO_BATCHES
     model = nbdist.prepare(_model(), plan=nbdist.Plan(strategy="fsdp", **settings))
-    return _step_of(model, _words(RANKS if name == "fsdp" else 1), nbdist.backward)
+    return _step_of(model, _words(1 if settings else RANKS), nbdist.backward)
 
 
 # --- by hand
@@ -129,9 +126,14 @@ def _shard(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def _divided() -> Step:
-    """By torch's styles, sharded over the one rank that has each part, as under the plan."""
-    from torch.distributed.tensor import Replicate
+def _divided(*, tokens: bool = False, loss: bool = False) -> Step:
+    """By torch's styles, sharded over the one rank that has each part, as under the plan.
+
+    Args:
+        tokens: Whether they are divided between the first and the last layer.
+        loss: Whether it is computed on logits that stay divided.
+    """
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
@@ -141,10 +143,58 @@ def _divided() -> Step:
         for part in (layer.self_attn, layer.mlp):
             names = [name for name, _ in part.named_children()]
             styles: dict[str, Any] = {name: ColwiseParallel() for name in columns if name in names}
-            styles |= {name: RowwiseParallel() for name in rows if name in names}
+            given: dict[str, Any] = {"output_layouts": Shard(1)} if tokens else {}
+            styles |= {name: RowwiseParallel(**given) for name in rows if name in names}
             parallelize_module(part, mesh["tp"], styles)
-    parallelize_module(model, mesh["tp"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    return _step_of(_shard(model, mesh=mesh["dp"]), _words(1), torch.Tensor.backward)
+        if tokens:
+            _divide_tokens(layer, mesh["tp"])
+    if tokens:
+        layers = model.model.layers
+        layers[0].register_forward_pre_hook(lambda _, inputs: _laid_out(inputs, mesh["tp"], Replicate(), Shard(1)))
+        layers[-1].register_forward_hook(lambda *all: _laid_out((all[-1],), mesh["tp"], Shard(1), Replicate())[0])
+    last = ColwiseParallel(use_local_output=False) if loss else ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], {"lm_head": last})
+    model = _shard(model, mesh=mesh["dp"])
+    return _step_of_divided_loss(model, _words(1)) if loss else _step_of(model, _words(1), torch.Tensor.backward)
+
+
+def _divide_tokens(layer: Any, mesh: Any) -> None:
+    """Let norms work on this rank's tokens, and attention and MLP gather them."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+
+    every, some = Replicate(), Shard(1)
+    attention = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": some}, desired_input_kwarg_layouts={"hidden_states": every}
+    )
+    mlp = PrepareModuleInput(input_layouts=(some,), desired_input_layouts=(every,))
+    norms = {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+    parallelize_module(layer, mesh, {**norms, "self_attn": attention, "mlp": mlp})
+
+
+def _laid_out(inputs: tuple[Any, ...], mesh: Any, now: Any, then: Any) -> tuple[Any, ...]:
+    """Return inputs of which the first, hidden states, are laid out in another way."""
+    from torch.distributed.tensor import DTensor
+
+    hidden = DTensor.from_local(inputs[0], mesh, [now]).redistribute(placements=[then])
+    return hidden.to_local(), *inputs[1:]
+
+
+def _step_of_divided_loss(model: Any, words: torch.Tensor) -> Step:
+    """By torch's own context, in which backward has to be as well."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
+
+    def step() -> None:
+        with loss_parallel():
+            logits = model(input_ids=words, use_cache=False).logits
+            labels = nn.functional.pad(words[:, 1:], (0, 1), value=-100)
+            nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _staged() -> Step:
@@ -203,6 +253,15 @@ class _Stage(nn.Module):
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+_WAYS: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
+    "fsdp": (_sharded, {}),
+    "tp": (_divided, {"tp": RANKS}),
+    "tp, tokens": (lambda: _divided(tokens=True), {"tp": RANKS, "sequence_parallel": True}),
+    "tp, loss": (lambda: _divided(loss=True), {"tp": RANKS, "loss_parallel": True}),
+    "pp": (_staged, {"pp": RANKS, "pp_micro_batches": MICRO_BATCHES}),
+}
 
 
 if __name__ == "__main__":

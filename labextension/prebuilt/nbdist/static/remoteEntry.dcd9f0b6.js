@@ -3,6 +3,6 @@
   let scope;
   (window._JUPYTERLAB ??= {}).nbdist = {
     init: (shared) => void (scope = shared),
-    get: async (name) => (await import(new URL("extension.S7EZS7X5.js", base).href)).load(name, scope),
+    get: async (name) => (await import(new URL("extension.GOTLOL3V.js", base).href)).load(name, scope),
   };
 })();

@@ -327,6 +327,13 @@ def test_after_a_lost_step_another_one_is_prepared(two: Kernel, stage: int) -> N
     assert value(two, f"{trained(f'stage={stage}')}apart(model, alone()) < 1e-6") == "True"
 
 
+def test_after_a_resize_another_one_is_prepared(own_ranks: Kernel) -> None:
+    on_ranks(own_ranks, f"{NAMES}model, optimizer, *_ = prepared(Plan('deepspeed'))")
+    assert "DeepSpeed engines were created before this change" in own_ranks.ok("%distributed shrink -r 1", 60).stdout
+    (text,) = on_ranks(own_ranks, f"{trained('stage=2')}apart(model, alone()) < 1e-6")
+    assert text.endswith("True")
+
+
 # --- what it can't do
 
 

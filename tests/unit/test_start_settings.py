@@ -75,6 +75,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("master_port", 65536, "master_port must be at most 65535, not 65536: `--master-port 29500`"),
     ("interface", ["eth0"], "interface must be a non-empty str, not ['eth0']"),
     ("token_file", 3, "token_file must be a path, not 3"),
+    ("save", 3, "save must be a path, not 3"),
     ("node_timeout", 0, "node_timeout must be a number of seconds above 0, not 0: `node_timeout=60`"),
     ("node_timeout", 0.5, "node_timeout must be at least 3 seconds, got 0.5: `--node-timeout 60` is the default"),
     ("private_network", "no", "private_network must be True or False, not 'no'"),

@@ -19,9 +19,10 @@ def alone(folder):
     nbdist.wait_for_everyone()
     began = time.perf_counter()
     path = os.path.join(folder, f"held-{{rank}}.pt")
-    torch.save(held, path)
-    with open(path) as file:
+    torch.save(held, path + ".new")
+    with open(path + ".new") as file:
         os.fsync(file.fileno())
+    os.replace(path + ".new", path)  # and remove the one before, as a save does
     nbdist.wait_for_everyone()
     return time.perf_counter() - began
 """

@@ -98,7 +98,8 @@ def _save(directory: Path, keep: int | None, session: SavedSession) -> Saved:
             write_durably(folder / SESSION_FILE, msgspec.json.encode(whole))
 
     save_with(target, keep, write, state)
-    written = sum(path.stat().st_size for path in target.iterdir()) if training.rank() == 0 else 0
+    files = (path for path in target.rglob("*") if path.is_file())
+    written = sum(path.stat().st_size for path in files) if training.rank() == 0 else 0
     return Saved(str(target), written, whole)
 
 

@@ -114,7 +114,7 @@ def test_the_form_writes_and_runs_a_cell_and_the_panel_shows_its_ranks(lab: Lab,
         expect(sidebar.get_by_role("button", name="Add and run")).to_be_disabled()
         sidebar.get_by_label("Number of ranks").fill("2")
         plan = sidebar.get_by_label("Plan")
-        expect(plan.get_by_role("option")).to_have_text(["not set here", "ddp", "fsdp", "hsdp"])
+        expect(plan.get_by_role("option")).to_have_text(["not set here", "ddp", "fsdp", "hsdp", "deepspeed"])
         plan.select_option("ddp")
         sidebar.get_by_label("Precision").select_option("bf16")
         notebook.shoot("sidebar-start-form")

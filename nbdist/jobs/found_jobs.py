@@ -82,8 +82,11 @@ def find_jobs() -> list[FoundJob]:
 
 
 def _served() -> Iterator[JobProcess]:
-    """Yield the processes that have a socket. One whose process has ended is removed."""
-    for path in sorted(folder().glob("*-*-*")):
+    """Yield the processes that have a socket of this user's. One whose process has ended is removed."""
+    place = folder()
+    if not place.is_dir() or place.stat().st_uid != os.getuid():
+        return
+    for path in sorted(place.glob("*-*-*")):
         job, rank, pid = path.name.split("-")
         if not psutil.pid_exists(int(pid)):
             with contextlib.suppress(OSError):

@@ -89,6 +89,41 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     return None
 
 
+# Where launchers say which rank a process is, and of how many. The innermost first. Slurm's batch script, which is no
+# rank, has SLURM_PROCID as well, but is no step.
+_RANKS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+_OF_A_JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class RankOfJob:
+    """A process among those that a launcher has started together.
+
+    Attributes:
+        job: What all of them have in common, and no other job's.
+        rank: Its number among them.
+        world_size: How many they are.
+    """
+
+    job: tuple[str, ...]
+    rank: int
+    world_size: int
+
+
+def rank_of_job(environment: Mapping[str, str]) -> RankOfJob | None:
+    """Return the rank that these variables describe; None: no launcher has set any."""
+    for names in _RANKS:
+        rank, world_size = (_number(environment, name) for name in names)
+        if rank is not None and world_size is not None:
+            return RankOfJob(tuple(environment.get(name, "") for name in _OF_A_JOB), rank, world_size)
+    return None
+
+
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else None

@@ -8,13 +8,23 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from nbdist.serving.job_identity import JobIdentity, identify
-from nbdist.serving.look_messages import LookRequest, RankLook, folder, receive, send, short_path
+from nbdist.cluster.launchers import RankOfJob, rank_of_job
+from nbdist.serving.look_messages import (
+    LookFailed,
+    LookRequest,
+    RankLook,
+    folder,
+    name_of_job,
+    receive,
+    send,
+    short_path,
+)
 
 _ANSWER_LIMIT = 3.0  # seconds
 _AT_ONCE = 16
@@ -27,12 +37,16 @@ class JobProcess:
     """A rank of a job.
 
     Attributes:
-        identity: Which.
+        job: The name of the job.
+        rank: Its number.
+        world_size: Ranks on all machines.
         pid: Its process.
         address: Its socket; None: it does not answer looks.
     """
 
-    identity: JobIdentity
+    job: str
+    rank: int
+    world_size: int
     pid: int
     address: Path | None = None
 
@@ -52,7 +66,7 @@ class FoundJob:
     @property
     def world_size(self) -> int:
         """Ranks on all machines."""
-        return max(each.identity.world_size for each in self.processes)
+        return max(each.world_size for each in self.processes)
 
     @property
     def serves(self) -> bool:
@@ -68,7 +82,7 @@ class FoundJob:
         request = LookRequest(collectives)
         with ThreadPoolExecutor(_AT_ONCE, "nbdist-jobs") as pool:
             answers = list(pool.map(lambda process: _ask(process, request), self.processes))
-        return {each.identity.rank: answer for each, answer in zip(self.processes, answers, strict=True)}
+        return {each.rank: answer for each, answer in zip(self.processes, answers, strict=True)}
 
 
 def find_jobs() -> list[FoundJob]:
@@ -76,44 +90,52 @@ def find_jobs() -> list[FoundJob]:
     served = {each.pid: each for each in _served()}
     processes = [*served.values(), *(each for each in _launched() if each.pid not in served)]
     jobs: dict[str, FoundJob] = {}
-    for each in sorted(processes, key=lambda process: (process.identity.job, process.identity.rank)):
-        jobs.setdefault(each.identity.job, FoundJob(each.identity.job)).processes.append(each)
+    for each in sorted(processes, key=lambda process: (process.job, process.rank)):
+        jobs.setdefault(each.job, FoundJob(each.job)).processes.append(each)
     return list(jobs.values())
 
 
 def _served() -> Iterator[JobProcess]:
     """Yield the processes that have a socket of this user's. One whose process has ended is removed."""
-    place = folder()
-    if not place.is_dir() or place.stat().st_uid != os.getuid():
+    sockets = folder()
+    if not sockets.is_dir() or sockets.stat().st_uid != os.getuid():
         return
-    for path in sorted(place.glob("*-*-*")):
+    for path in sorted(sockets.glob("*-*-*")):
         job, rank, pid = path.name.split("-")
         if not psutil.pid_exists(int(pid)):
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        environment = _environment(int(pid))
-        known = identify(environment, int(pid)) if environment else None
-        yield JobProcess(JobIdentity(job, int(rank), known.world_size if known else 1), int(pid), path)
+        place = rank_of_job(_environment(int(pid)))
+        yield JobProcess(job, int(rank), place.world_size if place else 1, int(pid), path)
 
 
 def _launched() -> Iterator[JobProcess]:
-    """Yield the processes of this user that a launcher has started as ranks, and not what these have started."""
-    found = {}
+    """Yield the processes of this user that a launcher has started as ranks of several.
+
+    What ranks have started has their variables, and is left out, as is a launcher that was itself started by one.
+    """
+    places: dict[int, RankOfJob] = {}
+    parents: dict[int, int] = {}
     for process in psutil.process_iter(["pid", "ppid", "uids", "cmdline"]):
         uids = process.info["uids"]
         if uids is None or uids.real != os.getuid() or not _is_foreign_python(process.info["cmdline"]):
             continue
-        identity = identify(_environment(process.pid), process.pid)
-        if identity is not None:
-            found[process.pid] = JobProcess(identity, process.pid), process.info["ppid"]
-    yield from (each for each, parent in found.values() if parent not in found)
+        place = rank_of_job(_environment(process.pid))
+        if place is not None and place.world_size > 1:
+            places[process.pid], parents[process.pid] = place, process.info["ppid"]
+    launchers = {parents[pid] for pid, place in places.items() if places.get(parents[pid], place) != place}
+    for pid, own in places.items():
+        if pid not in launchers and places.get(parents[pid]) != own:
+            yield JobProcess(name_of_job(own.job, pid), own.rank, own.world_size, pid)
 
 
 def _is_foreign_python(command: list[str] | None) -> bool:
-    return (
-        command is not None and command != [] and "python" in os.path.basename(command[0]) and _OWN_RANK not in command
-    )
+    """Return whether a command is a Python that runs something else than a process of a session of nbdist."""
+    if not command or "python" not in os.path.basename(command[0]):
+        return False
+    joins = any(os.path.basename(word) == "nbdist" and verb == "join" for word, verb in pairwise(command))
+    return _OWN_RANK not in command and not joins
 
 
 def _environment(pid: int) -> dict[str, str]:
@@ -134,7 +156,8 @@ def _ask(process: JobProcess, request: LookRequest) -> RankLook | str:
             connection.settimeout(_ANSWER_LIMIT)
             connection.connect(path)
             send(connection, request)
-            return receive(connection, RankLook)
+            answer: RankLook | LookFailed = receive(connection, RankLook | LookFailed)  # type: ignore[arg-type]
+            return answer if isinstance(answer, RankLook) else f"can't be looked at ({answer.why})"
     except TimeoutError:
         return "in a call that blocks Python"
     except OSError:

@@ -27,7 +27,7 @@ def list_jobs(jobs: Sequence[FoundJob]) -> str:
         rows.append(
             (
                 job.name,
-                describe_ranks(each.identity.rank for each in job.processes),
+                describe_ranks(each.rank for each in job.processes),
                 job.world_size,
                 Path(looks[0].script).name if looks else "?",
                 f"{steps:,} steps" if looks else f"`nbdist look {job.name}` shows stacks",
@@ -77,7 +77,7 @@ def report(job: FoundJob, *, stacks: bool = False, collectives: int = 0) -> str:
 
 
 def _status(job: FoundJob, looks: Mapping[int, RankLook | str]) -> str:
-    pids = {each.identity.rank: each.pid for each in job.processes}
+    pids = {each.rank: each.pid for each in job.processes}
     rows = [
         (rank, pids[rank], *_cells(look)) if isinstance(look, RankLook) else (rank, pids[rank], "", "", "", "", look)
         for rank, look in looks.items()
@@ -119,7 +119,7 @@ def _wait(looks: Mapping[int, RankLook | str]) -> str:
 def _stack(look: RankLook | str) -> Stack:
     if isinstance(look, str):
         return Stack(note=look)
-    return Stack(tuple(look.stack.splitlines()), collective=look.collective, still=max(look.since_step, 0.0))
+    return Stack(tuple(look.stack.splitlines()), collective=look.collective)
 
 
 def _flight(looks: Mapping[int, RankLook | str], count: int) -> str:
@@ -138,7 +138,7 @@ def _from_outside(job: FoundJob) -> str:
         if native.obstacle:
             why = _explain(native.obstacle, native.text)
             raise UsageError(f"job {job.name} does not answer looks, and {why}. To have it answer, {_HOW}")
-        found[each.identity.rank] = Stack(tuple(native.frames))
+        found[each.rank] = Stack(tuple(native.frames))
     return f"job {job.name} does not answer looks: stacks by py-spy\n\n{stack_report.render(found)}"
 
 

@@ -45,7 +45,7 @@ class Restored:
 
     Attributes:
         names: Those that have.
-        left_out: Those that have not, with the reasons.
+        left_out: Those that have not, nor were made by setup cells, with the reasons.
         differ: Those that were not the same on all ranks that saved them, if these were another number.
         training: What was loaded of the training, in a line; "": nothing.
         unprepared: Roles of which other numbers of things are prepared now than were: then no training was loaded.
@@ -129,7 +129,7 @@ def _restore(path: Path) -> Restored:
         saved = read(path)
     state = training.current()
     was, now = saved.ranks[0].prepared, _counts(state)
-    unprepared = [role for role, count in was.items() if count and now[role] != count]
+    unprepared = [role for role, count in was.items() if now[role] != count]
     loaded = ""
     if not unprepared:
         with warnings.catch_warnings():  # the notes are part of what is returned
@@ -138,31 +138,34 @@ def _restore(path: Path) -> Restored:
     with agreement.together():
         own = training.rank() if training.rank() < saved.world_size else 0
         pickled = _read(path / _file_of(own), state.device)
-    common = _common_names(path, saved, state.device)
+    differ = _different_names(path, saved)
     around = _surroundings(state)
     values, left_out = make_names(pickled, around)
-    is_new = training.rank() >= saved.world_size
-    if is_new:
-        values = {name: value for name, value in values.items() if name in common}
+    if training.rank() >= saved.world_size:
+        values = {name: value for name, value in values.items() if name not in differ}
     around.namespace.update(values)
-    differ = [] if common is None else sorted(set().union(*(each.kept for each in saved.ranks)) - common)
-    return Restored(list(values), left_out, differ, loaded, unprepared)
+    missing = [each for each in (*saved.ranks[own].left_out, *left_out) if each.name not in around.namespace]
+    return Restored(list(values), missing, differ, loaded, unprepared)
 
 
-def _common_names(path: Path, saved: SavedSession, device: Any) -> set[str]:
-    """Return the names that all ranks had saved with the same value. Each rank reads a part of the files."""
+def _different_names(path: Path, saved: SavedSession) -> list[str]:
+    """Return the names that ranks had saved with different values, if they were another number than now.
+
+    Each rank reads a part of the files.
+    """
     from nbdist.train import state as training
     from nbdist.train.collective import agreement
 
     if saved.world_size == training.world_size():
-        return set(saved.ranks[0].kept)
+        return []
     with agreement.together():
         own = range(training.rank(), saved.world_size, training.world_size())
         digests = {number: _read(path / _file_of(number), "cpu").digests() for number in own}
     found: dict[int, dict[str, bytes]] = {}
     for theirs in agreement.gather(digests):
         found |= theirs
-    return {name for name, digest in found[0].items() if all(each.get(name) == digest for each in found.values())}
+    names = set().union(*found.values())
+    return sorted(name for name in names if len({each.get(name) for each in found.values()}) > 1)
 
 
 def _next_name(directory: Path) -> Path:

@@ -48,11 +48,6 @@ class SavedSession(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[NamesOfRank] = []
     format: int = FORMAT
 
-    @property
-    def left_out(self) -> dict[str, str]:
-        """The names that could not be saved on a rank, with the reasons."""
-        return {each.name: each.why for names in self.ranks for each in names.left_out}
-
     def age(self) -> float:
         """Return how many seconds ago it was saved."""
         return max(time.time() - self.saved_at, 0.0)

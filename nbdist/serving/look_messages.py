@@ -1,11 +1,15 @@
-"""What a look asks a process of a job, and what it answers: one message each way over a socket of its own."""
+"""What a look asks a process of a job, and what it answers: one message each way over a socket of its own.
+
+Both sides find each other by the folder of sockets, and by the name of the job.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,6 +56,23 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     flight: Flight | None = None
 
 
+class LookFailed(msgspec.Struct, tag=True, frozen=True):
+    """This process could not tell. why: in words."""
+
+    why: str
+
+
+def name_of_job(marks: Sequence[str], pid: int) -> str:
+    """Return a short name for a job.
+
+    Args:
+        marks: What its processes have in common.
+        pid: One of them, for a job without marks: that process alone.
+    """
+    text = "\n".join(marks) if any(marks) else str(pid)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
 def folder() -> Path:
     """Return where sockets of this user's jobs are on this machine; only the user reaches them.
 
@@ -77,7 +98,7 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive(connection: socket.socket, kind: type[M]) -> M:
-    """Return the message that has been sent.
+    """Return the message that has been sent, of this type.
 
     Raises:
         OSError: The other side is gone, or late.

@@ -21,9 +21,20 @@ from typing import Any
 
 import msgspec
 
+from nbdist.base import limits
+from nbdist.cluster.launchers import RankOfJob, rank_of_job
 from nbdist.errors import UsageError
-from nbdist.serving.job_identity import identify, identify_alone
-from nbdist.serving.look_messages import FOLDER_VARIABLE, LookRequest, RankLook, folder, receive, send, short_path
+from nbdist.serving.look_messages import (
+    FOLDER_VARIABLE,
+    LookFailed,
+    LookRequest,
+    RankLook,
+    folder,
+    name_of_job,
+    receive,
+    send,
+    short_path,
+)
 from nbdist.wire.questions.stopping import Flight
 
 _LOOK_FOR_TORCH = 0.2  # seconds
@@ -49,26 +60,27 @@ def serve() -> str:
     if _served is None or _served.pid != os.getpid():
         _served = ServedRank()
         _served.start()
-    return _served.identity.job
+    return _served.job
 
 
 class ServedRank:
     """This process, for those who look at it.
 
     Attributes:
-        identity: Its job, and its place there.
+        job: The name of its job.
         pid: As it was made.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.identity = identify(os.environ, self.pid) or identify_alone(self.pid)
+        self._place = rank_of_job(os.environ) or RankOfJob((), 0, 1)
+        self.job = name_of_job(self._place.job, self.pid)
         self._since = time.time()
         self._steps = 0
         self._times: deque[float] = deque(maxlen=_STEPS + 1)
         self._hooked = False
         self._gpu: Any = None
-        self._path = _own_folder() / f"{self.identity.job}-{self.identity.rank}-{self.pid}"
+        self._path = _own_folder() / f"{self.job}-{self._place.rank}-{self.pid}"
         self._listener = socket.socket(socket.AF_UNIX)
 
     def start(self) -> None:
@@ -107,6 +119,12 @@ class ServedRank:
                 connection.settimeout(_ANSWER_LIMIT)
                 send(connection, self._answer(receive(connection, LookRequest)))
 
+    def _answer(self, request: LookRequest) -> RankLook | LookFailed:
+        try:
+            return self._look(request)
+        except Exception as error:  # of whatever is looked at: the thread must outlive it
+            return LookFailed(f"{type(error).__name__}: {error}")
+
     def _hook_steps(self) -> None:
         """Count steps from now on, if torch has been imported; then there is nothing more to wait for."""
         optimizers: Any = sys.modules.get("torch.optim.optimizer")
@@ -121,7 +139,7 @@ class ServedRank:
         self._steps += 1
         self._times.append(time.monotonic())
 
-    def _answer(self, request: LookRequest) -> RankLook:
+    def _look(self, request: LookRequest) -> RankLook:
         from nbdist.metrics.node import host
         from nbdist.worker.cell import stacks
 
@@ -129,8 +147,8 @@ class ServedRank:
         times = list(self._times)
         mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         return RankLook(
-            self.identity.rank,
-            self.identity.world_size,
+            self._place.rank,
+            self._place.world_size,
             socket.gethostname(),
             self.pid,
             str(getattr(sys.modules["__main__"], "__file__", None) or ""),
@@ -139,26 +157,36 @@ class ServedRank:
             mean,
             time.monotonic() - times[-1] if times else -1.0,
             _line(frame),
-            stacks.render(frame),
+            stacks.render_script(frame),
             stacks.torch_call(frame).name,
             host.private_memory(),
             self._gpu_memory(),
-            _flight(request.collectives) if request.collectives else None,
+            self._flight(request.collectives) if request.collectives else None,
         )
+
+    def _flight(self, count: int) -> Flight:
+        from nbdist.worker.groups.flight_record import last_collectives
+
+        return last_collectives(count) if self._hooked else Flight([], [], False)
 
     def _gpu_memory(self) -> int:
         from nbdist.metrics.node import device
         from nbdist.worker.control.main_thread import MainThreadLook
 
-        if "torch" not in sys.modules or not device.uses_gpu():
+        if not self._hooked or not device.uses_gpu():  # before, torch may be half imported
             return -1
         if self._gpu is None:
-            index = sys.modules["torch"].cuda.current_device()
-            self._gpu = MainThreadLook(lambda: device.look_at_gpu(index), lambda: False)
+            self._gpu = MainThreadLook(_allocated, lambda: False)
         try:
-            return int(self._gpu.newest(1.0).get("allocated") or 0)
+            return int(self._gpu.newest(limits.STATUS_LOOK)["allocated"])
         except TimeoutError:
             return -1
+
+
+def _allocated() -> dict[str, Any]:
+    """Return the bytes of tensors on all GPUs: which one a process uses is known to its main thread only."""
+    cuda = sys.modules["torch"].cuda
+    return {"allocated": sum(cuda.memory_allocated(index) for index in range(cuda.device_count()))}
 
 
 def _own_folder() -> Path:
@@ -190,9 +218,3 @@ def _line(frame: FrameType) -> str:
             return f"{os.path.basename(file)}:{current.f_lineno}: {shown}"
         current = current.f_back
     return ""
-
-
-def _flight(count: int) -> Flight:
-    from nbdist.worker.groups.flight_record import last_collectives
-
-    return last_collectives(count) if "torch.distributed" in sys.modules else Flight([], [], False)

@@ -122,6 +122,29 @@ def test_a_job_that_does_not_serve_is_listed_and_a_look_says_what_is_missing(fol
             assert "stacks by py-spy" in seen.stdout and "train.py" in seen.stdout
 
 
+def test_a_launcher_that_srun_has_started_is_no_rank_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with job(folder, "train.py") as name:
+        (found,) = (each for each in find_jobs() if each.name == name)
+        assert [each.rank for each in found.processes] == [0, 1]
+        launchers = {psutil.Process(each.pid).ppid() for each in found.processes}
+        assert not launchers & {each.pid for other in find_jobs() for each in other.processes}
+
+
+def test_looks_while_torch_is_imported_are_answered_and_so_are_those_after(folder: Path) -> None:
+    (folder / "own.py").write_text("import nbdist, os\nnbdist.serve()\nprint('serves', flush=True)\n" + TRAIN)
+    looks = []
+
+    def all_steps_are_made(name: str) -> bool:
+        looks.append(nbdist("look", name, folder=folder).stdout)
+        return looks[-1].count("10 of") == 2
+
+    with job(folder, "own.py") as name:
+        wait_until(lambda: all_steps_are_made(name), "all steps", 60)
+    assert all("can't be looked at" not in each and "has ended" not in each for each in looks)
+
+
 def test_ranks_of_a_session_are_no_job(folder: Path) -> None:
     code = "import nbdist\nfrom nbdist.jobs.found_jobs import find_jobs\nwith nbdist.Session(2) as session:\n"
     code += "    pids = {info.pid for info in session.ranks}\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.kernel import Kernel, lines_by_rank
+from testbed.kernel import Kernel, lines_by_rank, wait_until
+from tests.support.spare import without_session
 
 HANG = 60.0
 
@@ -52,16 +53,8 @@ print(sum(p.double().abs().sum().item() for p in whole))
 @pytest.fixture
 def empty(notebook: Kernel, tmp_path: Path) -> Iterator[Kernel]:
     """The module's kernel, without a session before and after, in a new folder."""
-    notebook.ok("%load_ext nbdist")
-    notebook.ok(f"import os, nbdist\nos.chdir({str(tmp_path)!r})")
-    yield notebook
-    notebook.ok("for known in nbdist.client.session.session.known_sessions(): known.close()")
-    notebook.ok("nbdist.client.start.session_plan.chosen_plan = None")
-
-
-def start(kernel: Kernel, line: str) -> str:
-    """What a start shows."""
-    return "\n".join(kernel.ok(f"%distributed start {line}", HANG).plain) + kernel.ok("pass").stdout
+    with without_session(notebook, tmp_path) as kernel:
+        yield kernel
 
 
 def shown(kernel: Kernel, cell: str) -> dict[int, list[str]]:
@@ -142,6 +135,32 @@ def test_a_definition_that_needs_a_name_which_comes_later_stops_nothing(empty: K
     empty.ok("%distributed stop")
     restored(empty)
     assert shown(empty, "%%distributed\nprint(read(), thing.kept, type(thing) is Own)") == {0: ["3 3 True"]}
+
+
+def test_a_name_that_can_not_be_saved_but_that_setup_cells_make_is_not_missing(empty: Kernel) -> None:
+    empty.ok("%distributed start -n 1", HANG)
+    empty.ok("%%distributed --setup\nimport threading\nlock = threading.Lock()")
+    assert "not saved: lock: it is a _thread.lock" in saved(empty)
+    empty.ok("%distributed stop")
+    assert "not restored" not in restored(empty)
+    assert shown(empty, "%%distributed\nprint(lock.locked())") == {0: ["False"]}
+
+
+def test_a_save_that_is_interrupted_leaves_the_earlier_one_and_ranks_that_work(empty: Kernel, tmp_path: Path) -> None:
+    empty.ok("%distributed start -n 2", HANG)
+    empty.ok("%%distributed\nvalue = 1")
+    saved(empty)
+    slow = "import os\nclass Slow:\n    def __reduce__(self):\n        open('begun', 'w').close()\n"
+    slow += "        while True: pass\nslow = Slow()"
+    empty.ok(f"%%distributed -r 1\n{slow}")
+    cell = empty.start("%distributed save saves")
+    wait_until((tmp_path / "begun").exists, "the save", 30)
+    empty.interrupt()
+    assert cell.finish().ename == "KeyboardInterrupt"
+    empty.ok("%%distributed -r 1\ndel slow")
+    assert shown(empty, "%%distributed\nprint(value)") == {0: ["1"], 1: ["1"]}
+    saved(empty)
+    assert empty.value("sorted(os.listdir('saves'))") == ["save-1", "save-2"]
 
 
 def test_what_can_not_be_saved_is_named_with_the_reason_and_its_cell(empty: Kernel) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from testbed.kernel import Execution, Kernel, lines_by_rank, wait_until
 from tests.support.roles import alive, find
+from tests.support.spare import without_session
 
 HANG = 60.0
 SETUP = """%%distributed --setup
@@ -39,10 +40,8 @@ RESULT = "%%distributed\nprint(*[p.double().sum().item().hex() for p in model.pa
 @pytest.fixture
 def empty(notebook: Kernel, tmp_path: Path) -> Iterator[Kernel]:
     """The module's kernel, without a session before and after, in a new folder."""
-    notebook.ok("%load_ext nbdist")
-    notebook.ok(f"import os, nbdist\nos.chdir({str(tmp_path)!r})")
-    yield notebook
-    notebook.ok("for known in nbdist.client.session.session.known_sessions(): known.close()")
+    with without_session(notebook, tmp_path) as kernel:
+        yield kernel
 
 
 def training(kernel: Kernel, flags: str = "") -> Execution:
@@ -115,3 +114,23 @@ def test_a_save_that_fails_says_so_and_the_ranks_go_on(empty: Kernel, tmp_path: 
     os.kill(find(empty.pid, "controller"), signal.SIGUSR1)
     cell.wait_late("the session was not saved before its end", HANG)
     assert lines_by_rank(empty.ok("%%distributed\nprint(step > 0)").stdout) == {0: ["True"], 1: ["True"]}
+
+
+def test_two_signals_at_once_save_one_after_the_other(empty: Kernel, tmp_path: Path) -> None:
+    cell = training(empty, "--end-grace 20")
+    pid = find(empty.pid, "controller")
+    os.kill(pid, signal.SIGUSR1)
+    os.kill(pid, signal.SIGTERM)
+    cell.wait_late("saved saves/save-2", HANG)
+    assert "not saved" not in str(cell.outcome)
+    wait_until(lambda: not alive(pid), "the end", 40)
+    assert (tmp_path / "saves/save-1").exists()
+
+
+def test_idle_ranks_that_can_not_be_saved_do_not_end(empty: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "saves").write_text("in the way")
+    empty.ok("%distributed start -n 2 --save saves --idle 2", HANG)
+    cell = empty.start("%%distributed\nkept = rank")
+    cell.finish()
+    cell.wait_late("the session was not saved before its end", HANG)
+    assert lines_by_rank(empty.ok("%%distributed\nprint(kept)").stdout) == {0: ["0"], 1: ["1"]}

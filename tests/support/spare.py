@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -37,6 +38,16 @@ def spare_with_ranks(count: int = 2, options: str = "") -> Iterator[Kernel]:
     finally:
         if kernel is not None:
             _hand_on(kernel, others)
+
+
+@contextlib.contextmanager
+def without_session(kernel: Kernel, folder: Path) -> Iterator[Kernel]:
+    """A kernel that works in a folder, without a session or a plan before and after."""
+    kernel.ok("%load_ext nbdist")
+    kernel.ok(f"import os, nbdist\nos.chdir({str(folder)!r})")
+    yield kernel
+    kernel.ok("for known in nbdist.client.session.session.known_sessions(): known.close()")
+    kernel.ok("nbdist.client.start.session_plan.chosen_plan = None")
 
 
 def close_spares() -> None:

@@ -125,8 +125,8 @@ ALLOWED = {
     # from beginning to end, without a notebook's page
     "program": "export.source launcher metrics metrics.node",
     # a process of somebody else's job, and a look into it
-    "serving": "metrics.node wire.questions worker.cell worker.control worker.groups",
-    "jobs": "agent client.reports serving",
+    "serving": "cluster metrics.node wire.questions worker.cell worker.control worker.groups",
+    "jobs": "agent client.reports cluster serving",
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
     # the command line

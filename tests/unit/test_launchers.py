@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.cluster.launchers import job_place, tokens_to_try, without_place
+from nbdist.cluster.launchers import job_place, rank_of_job, tokens_to_try, without_place
 from nbdist.errors import UsageError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1", "LOCAL_RANK": "3", "RANK": "7"}
@@ -57,3 +57,31 @@ def test_a_node_without_a_token_is_refused() -> None:
 def test_what_describes_a_process_does_not_reach_ranks() -> None:
     kept = {"SLURM_JOB_ID": "7", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
     assert without_place({**kept, **TORCHRUN, **SRUN, **OPEN_MPI, **MPICH, **POD}) == {**kept, "SLURM_NODEID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "7", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (7, 8)),
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}, (5, 6)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4)),
+        ({"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "16"}, (6, 16)),
+    ],
+)
+def test_the_rank_in_a_job_is_what_the_innermost_launcher_says(
+    environment: dict[str, str], expected: tuple[int, int]
+) -> None:
+    found = rank_of_job(environment)
+    assert found is not None and (found.rank, found.world_size) == expected
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}])
+def test_a_batch_script_of_slurm_and_a_process_of_nobody_are_no_ranks(environment: dict[str, str]) -> None:
+    assert rank_of_job(environment) is None
+
+
+def test_ranks_of_one_job_have_its_marks_in_common_and_no_others_do() -> None:
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    first, second = (rank_of_job({**own, "RANK": rank}) for rank in "01")
+    other = rank_of_job({**own, "RANK": "0", "MASTER_PORT": "2"})
+    assert first and second and other and first.job == second.job != other.job

@@ -309,8 +309,7 @@ class DistributedMagics(Magics):
         print(_ready(found))
 
     def _save(self, arguments: argparse.Namespace) -> None:
-        with interruption.deferred():
-            print(get_session().save(arguments.directory, keep=arguments.keep, stop=arguments.stop))
+        print(get_session().save(arguments.directory, keep=arguments.keep, stop=arguments.stop))
 
     def _attach(self, arguments: argparse.Namespace) -> None:
         if arguments.wait and (own := self._attached_to(arguments.name)) is not None and own.cells:

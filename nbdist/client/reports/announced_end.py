@@ -10,19 +10,19 @@ from nbdist.wire.messages.announcements import EndAnnounced
 _SOON = "The ranks' variables end with it: save what you need (`%distributed save DIR`)."
 
 
-def describe_end(announcement: EndAnnounced, then: str = _SOON) -> str:
+def describe_end(announcement: EndAnnounced, then: str = "") -> str:
     """Return the line for the notebook.
 
     Args:
         announcement: What announced the end.
-        then: What is going to happen, or to do, in a sentence.
+        then: What is going to be done about it, in a sentence; "": nothing, so the user is to do something.
     """
-    if announcement.source == "clock":
-        return f"the allocation ends {when(announcement.seconds or 0.0)}. {then}"
     if announcement.source == "idle":
         ends = when(announcement.seconds or 0.0)
-        saved = "" if then == _SOON else f" {then}"
-        return f"the ranks are idle, and end {ends} (`start --idle`). A cell on them prevents that.{saved}"
+        return f"the ranks are idle, and end {ends} (`start --idle`). A cell on them prevents that. {then}".rstrip()
+    then = then or _SOON
+    if announcement.source == "clock":
+        return f"the allocation ends {when(announcement.seconds or 0.0)}. {then}"
     reached = f"{announcement.source} has reached {_who(announcement)}"
     if announcement.seconds is None:
         return f"{reached}: the allocation ends soon. {then}"

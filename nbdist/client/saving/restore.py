@@ -49,11 +49,8 @@ class RestoreReport:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """The names that are not on all ranks, with the reasons."""
-        found = dict(self.saved.left_out)
-        for each in self.restored:
-            found |= {missing.name: missing.why for missing in each.left_out}
-        return found
+        """The names that are missing on a rank, with the reasons."""
+        return {missing.name: missing.why for each in self.restored for missing in each.left_out}
 
     def __str__(self) -> str:
         saved, first = self.saved, self.restored[0]

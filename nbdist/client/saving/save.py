@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbdist._version import __version__
 from nbdist.base.ranks import describe_ranks
@@ -21,16 +22,8 @@ from nbdist.saving.saved_session import SavedSession
 from nbdist.wire.messages.healing import SetupCell
 
 KEEP = 2
-_SETTINGS = (
-    "backend",
-    "init",
-    "timeout",
-    "linger",
-    "keep",
-    "exact",
-    "on_death",
-    "save",
-)  # which are not of one machine
+# Those of the start that are not of one machine.
+_SETTINGS = ("backend", "init", "timeout", "linger", "keep", "exact", "on_death", "save")
 _SHOWN = 8
 _STOP_LIMIT = 60.0  # seconds for cells to end; then the error says where their ranks are
 
@@ -97,8 +90,6 @@ def save(
     if stop:
         _stop(rank_set, chosen)
     cells = rank_set.traffic.history()
-    chosen_settings = ((name, value) for name, value in settings.given().items() if name in _SETTINGS)
-    given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in chosen_settings}
     session = SavedSession(
         nbdist=__version__,
         python=python_version(),
@@ -106,7 +97,7 @@ def save(
         world_size=len(chosen),
         cells=cells,
         plan=plan,
-        settings=given,
+        settings=_portable(settings),
     )
     began = time.monotonic()
     saved = rank_set.set_up(save_on_rank, str(directory.absolute()), keep, session)[0]
@@ -114,11 +105,17 @@ def save(
         raise saved
     told = saved.session
     names = {number: each.kept for number, each in zip(chosen, told.ranks, strict=True)}
-    left_out = {name: f"{why}{_where(name, cells)}" for name, why in told.left_out.items()}
+    missing = {each.name: each.why for own in told.ranks for each in own.left_out}
+    left_out = {name: f"{why}{_where(name, cells)}" for name, why in missing.items()}
     seconds = time.monotonic() - began
     return SaveReport(
         directory / Path(saved.folder).name, seconds, saved.size, told.steps, names, left_out, tuple(_advice(told))
     )
+
+
+def _portable(settings: StartSettings) -> dict[str, Any]:
+    given = ((name, value) for name, value in settings.given().items() if name in _SETTINGS)
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given}
 
 
 def _stop(rank_set: RankSet, ranks: Sequence[int]) -> None:

@@ -32,6 +32,7 @@ class AllocationEnd:
         self._session = weakref.ref(session)
         self._rank_set = rank_set
         self._lock = threading.Lock()
+        self._saving = threading.Lock()
         self._announced: dict[EndSource, tuple[float, EndAnnounced]] = {}  # with when, by time.time
         self._expected: ExpectedEnd | None = None
         self._lead = 0.0  # seconds before it when it is to be announced
@@ -122,8 +123,8 @@ class AllocationEnd:
         session, rank_set = self._session(), self._rank_set()
         if session is None or rank_set is None or rank_set.closed:
             return False
-        then = (describe_save(session.saves_to, announcement),) if session.saves_to else ()
-        rank_set.traffic.notify(Notice(describe_end(announcement, *then)))
+        then = describe_save(session.saves_to, announcement) if session.saves_to else ""
+        rank_set.traffic.notify(Notice(describe_end(announcement, then)))
         return bool(session.saves_to)
 
     def _await_lead(self) -> bool:
@@ -142,15 +143,21 @@ class AllocationEnd:
         rank_set = self._rank_set()
         return self._session() is not None and rank_set is not None and not rank_set.closed
 
-    def save(self, *, stop: bool) -> None:
-        """Save the session, if it has a folder for that and ranks, and say what was saved.
+    def save(self, *, stop: bool) -> bool:
+        """Save the session, if it has a folder for that and ranks, and say what was saved. One save at a time.
 
         Args:
             stop: Whether to stop first what ranks run.
+
+        Returns:
+            Whether nothing would be lost now that was to be saved.
         """
-        session, rank_set = self._session(), self._rank_set()
-        if session is not None and session.saves_to and rank_set is not None and not rank_set.closed:
-            rank_set.traffic.notify(Notice(save_at_end(session, stop=stop)))
+        with self._saving:
+            session, rank_set = self._session(), self._rank_set()
+            if session is None or not session.saves_to or rank_set is None or rank_set.closed:
+                return True
+            traffic = rank_set.traffic
+            return save_at_end(session, lambda text: traffic.notify(Notice(text)), stop=stop)
 
     @property
     def words(self) -> str:

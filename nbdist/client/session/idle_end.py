@@ -50,7 +50,10 @@ class _IdleWatch:
             rank_set.last_used = now
         left = rank_set.last_used + self._limit - now
         if left <= 0:
-            end.save(stop=False)
+            if not end.save(stop=False):  # they stay, as all would be lost
+                end.withdraw("idle")
+                self._said, rank_set.last_used = False, time.monotonic()
+                return 0.0
             if rank_set.traffic.running(info.rank for info in rank_set.ranks):
                 return 0.0  # a cell has come meanwhile
             self._end_ranks(rank_set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from nbdist.client.saving.save import SaveReport
@@ -22,17 +23,21 @@ class Savable(Protocol):
         """Save it; `stop`: stop first what ranks run."""
 
 
-def save_at_end(session: Savable, *, stop: bool) -> str:
-    """Save a session as its end has come. Returns what was saved, or why it could not be, for the user.
+def save_at_end(session: Savable, say: Callable[[str], None], *, stop: bool) -> bool:
+    """Save a session as its end has come, and say what was saved, or why it could not be. Returns whether it was.
 
     Args:
         session: The session.
+        say: Shows the user a line.
         stop: Whether to stop first what ranks run.
     """
     try:
-        return str(session.save(session.saves_to, stop=stop))
+        report = session.save(session.saves_to, stop=stop)
     except NbdistError as error:
-        return f"the session was not saved before its end: {error}"
+        say(f"the session was not saved before its end: {error}")
+        return False
+    say(str(report))
+    return True
 
 
 def describe_save(directory: str, announcement: EndAnnounced) -> str:

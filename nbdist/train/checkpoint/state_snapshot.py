@@ -199,7 +199,10 @@ def _refuse_other_engines(here: Sequence[Mapping[str, Any]], there: Sequence[Map
                 f"has stage {mine['stage']}: set stage to {saved['stage']} and prepare again. Nothing was loaded"
             )
         if mine["parameters"] != saved["parameters"]:
-            raise UsageError("the checkpoint is for another model under DeepSpeed: its parameters have other sizes")
+            raise UsageError(
+                "the checkpoint is for another model under DeepSpeed, with parameters of other sizes: prepare the "
+                "model that was saved. Nothing was loaded"
+            )
 
 
 class _Model:

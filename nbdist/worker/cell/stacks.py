@@ -75,6 +75,18 @@ def render(frame: FrameType) -> str:
     return "\n".join(_entry(each) for each in _frames(frame))
 
 
+def render_script(frame: FrameType) -> str:
+    """Return the whole stack, a line for each call, from the main program inwards."""
+    frames: list[FrameType] = []
+    current: FrameType | None = frame
+    while current is not None:
+        if not current.f_code.co_filename.endswith(_LOGGER):
+            frames.append(current)
+        is_main = current.f_code.co_name == "<module>" and current.f_globals.get("__name__") == "__main__"
+        current = None if is_main else current.f_back
+    return "\n".join(_entry(each) for each in reversed(frames))
+
+
 def torch_call(frame: FrameType) -> Call:
     """Return the user's outermost call of torch.distributed. A collective takes precedence."""
     found = autograd = ""
@@ -141,13 +153,7 @@ def _frames(frame: FrameType) -> list[FrameType]:
     outermost = next((at for at in reversed(range(len(frames))) if _cell(frames[at])), None)
     if outermost is None:  # a function that has come from the notebook without a cell, or nothing of the user's
         outermost = called_by_us - 1
-    if outermost < 0:  # a script that nobody of us has called
-        outermost = next((at for at in reversed(range(len(frames))) if _is_script(frames[at])), -1)
     return frames[outermost::-1] if outermost >= 0 else []
-
-
-def _is_script(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
 
 
 def _anchor(frames: list[FrameType]) -> FrameType:

@@ -131,20 +131,23 @@ def test_on_a_node_of_the_job_the_notebook_has_ranks_too(cluster: SlurmCluster) 
 def test_slurms_warning_and_its_end_of_the_job_are_said_first_and_the_session_is_saved(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    allocation = ["salloc", "--nodes=2", "--nodelist=slurm-a,slurm-b", "--time=2", "--signal=USR1@90", "--quiet"]
+    allocation = ["salloc", "--nodes=2", "--nodelist=slurm-a,slurm-b", "--time=60", "--signal=USR1@150", "--quiet"]
     with Kernel(allocation, **cluster.environment, PYTHONPATH=str(ROOT)) as kernel:
         kernel.ok("%load_ext nbdist")
         flags = f"--slurm -n 1 --end-grace 60 --save {tmp_path}"
         assert "2 ranks on 2 nodes ready" in kernel.ok(f"%distributed start {flags}").stdout
         cell = kernel.start("%%distributed\nkept = rank")
         cell.finish()
+        [job] = cluster.ask("squeue", "--noheader", "--format=%i").split()
+        cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=3")  # now the signal is due, and only now
         cell.wait_late("SIGUSR1 has reached", 120)  # Slurm looks at the clock every half minute
+        cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
         assert ": the allocation ends soon" in cell.outcome.stderr, str(cell.outcome)
         cell.wait_late("starts a session from it")
         assert lines_of(kernel, "print(kept)") == {0: ["0"], 1: ["1"]}
         cell = kernel.start("%%distributed\npass")
         cell.finish()
-        cluster.ask("scancel", "--signal=TERM", *cluster.ask("squeue", "--noheader", "--format=%i").split())
+        cluster.ask("scancel", "--signal=TERM", job)
         cell.wait_late("starts a session from it")
         assert lines_of(kernel, "print(kept)") == {0: ["0"], 1: ["1"]}
         kernel.ok("%distributed stop")

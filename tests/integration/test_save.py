@@ -191,11 +191,10 @@ def test_a_model_that_no_setup_cell_prepares_is_left_to_the_user_with_what_to_ru
     assert shown(empty, SUM) == expected
 
 
-def test_running_cells_are_refused_or_stopped_after_the_same_step(empty: Kernel) -> None:
+def test_running_cells_are_stopped_after_the_same_step_if_asked(empty: Kernel) -> None:
     train_and_save(empty, "ddp", 2)
     empty.ok("%%distributed --background --capture cell\nprint('trains')\ntrain(10**6)")
     empty.ok("while not nbdist.get_session().logs(cell=None): pass")
-    assert "still running" in empty.fails("%distributed save saves", "SessionBusy").evalue
     saved(empty, "saves --stop")
     steps = shown(empty, "%%distributed\nprint(state.step)")
     assert steps[0] == steps[1] and int(steps[0][0]) > 0

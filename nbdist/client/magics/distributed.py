@@ -363,7 +363,7 @@ class DistributedMagics(Magics):
         ]
         where = ["node"] if several else []
         print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
-        if words := sessions.end_of(session).words:
+        for words in filter(None, (sessions.end_of(session).words, sessions.saves_of(session))):
             print(words)
         if cells := session.setup_cells:
             print(f"setup cells, which new ranks run first: {format_ranks(cells)}")

@@ -48,6 +48,7 @@ from nbdist.wire.questions.stopping import GetStack
 
 _STOP_LIMIT = 10.0
 _SURVIVORS_LIMIT = 2.0
+_UNSAID = 1.0  # seconds of waiting that need no explanation
 _SHOWN = CellOptions(show=True)
 
 Ranks = Iterable[int] | int | str | None  # some, one, "0,2-3"; None for all
@@ -410,12 +411,23 @@ class RankSet:
         return task
 
     def _assign(self, task: Task) -> dict[int, Task]:
-        """Assign a task its ranks. Survivors of a death get a moment to end what they were running."""
-        others = self.traffic.assign(task)
+        """Assign a task its ranks. Survivors of a death get a moment to end what they were running.
+
+        What another thread of nbdist's does on the ranks, such as a save, is waited for.
+        """
+        while (others := self.traffic.assign(task)) and all(other.kind == "setup" for other in others.values()):
+            self._await_own_work(task, others)
         if not others or not all(other.bereaved for other in others.values()):
             return others
         self.traffic.wait_free(task.ranks, _SURVIVORS_LIMIT)
         return self.traffic.assign(task)
+
+    def _await_own_work(self, task: Task, others: Mapping[int, Task]) -> None:
+        self.traffic.wait_free(task.ranks, _UNSAID)
+        if self.traffic.running(task.ranks):
+            what = ", ".join(sorted({other.code for other in others.values()}))
+            self.traffic.notify(Notice(f"nbdist itself uses these ranks ({what}): this begins when that is done"))
+            self.traffic.wait_free(task.ranks, threading.TIMEOUT_MAX)
 
     def choose(self, ranks: Ranks, living: bool = True) -> list[int]:
         """Return the requested ranks, checked.

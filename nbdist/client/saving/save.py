@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,19 @@ from nbdist._version import __version__
 from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import counted, duration, size
 from nbdist.client.ranks.rank_set import RankSet
+from nbdist.client.ranks.step_calls import call_after_step
 from nbdist.client.start.start_settings import StartSettings
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import NbdistError, SessionBusy, UsageError
+from nbdist.saving.rank_saving import Saved
 from nbdist.saving.rank_saving import save as save_on_rank
 from nbdist.saving.saved_session import SavedSession
 from nbdist.wire.messages.healing import SetupCell
 
 KEEP = 2
 # Those of the start that are not of one machine.
-_SETTINGS = ("backend", "init", "timeout", "linger", "keep", "exact", "on_death", "save")
+_SETTINGS = ("backend", "init", "timeout", "linger", "keep", "exact", "on_death", "save", "every")
 _SHOWN = 8
+_one_at_a_time = threading.Lock()  # the user's, those of a clock, and those at the end
 _STOP_LIMIT = 60.0  # seconds for cells to end; then the error says where their ranks are
 
 
@@ -64,7 +68,9 @@ class SaveReport:
 def save(
     rank_set: RankSet, directory: Path, keep: int | None, plan: str, settings: StartSettings, *, stop: bool
 ) -> SaveReport:
-    """Save what ranks have. The arguments beside the ranks are those of `Session.save`, and of the session.
+    """Save what ranks have, one save at a time.
+
+    The arguments beside the ranks are those of `Session.save`, and of the session.
 
     Args:
         rank_set: The ranks.
@@ -76,9 +82,17 @@ def save(
 
     Raises:
         UsageError: An argument is invalid, or ranks have died; nothing was written.
-        SessionBusy: Ranks run something.
+        SessionBusy: Ranks run something else than one cell that trains on all of them.
+        SessionError: The cell was interrupted, or a rank has died; earlier saves are whole.
         CheckpointError: It could not be written; earlier saves are whole.
     """
+    with _one_at_a_time:
+        return _save(rank_set, directory, keep, plan, settings, stop=stop)
+
+
+def _save(
+    rank_set: RankSet, directory: Path, keep: int | None, plan: str, settings: StartSettings, *, stop: bool
+) -> SaveReport:
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: give how many saves may stay, at least 1, or None for all")
     chosen = rank_set.choose(None)
@@ -100,7 +114,7 @@ def save(
         settings=_portable(settings),
     )
     began = time.monotonic()
-    saved = rank_set.set_up(save_on_rank, str(directory.absolute()), keep, session)[0]
+    saved = _save_on(rank_set, chosen, str(directory.absolute()), keep, session)
     if isinstance(saved, NbdistError):
         raise saved
     told = saved.session
@@ -111,6 +125,23 @@ def save(
     return SaveReport(
         directory / Path(saved.folder).name, seconds, saved.size, told.steps, names, left_out, tuple(_advice(told))
     )
+
+
+def _save_on(rank_set: RankSet, ranks: Sequence[int], *how: Any) -> Saved | NbdistError:
+    """Save on all ranks: at once, or in the cell that trains on them, after its next step."""
+    running = rank_set.traffic.running(ranks)
+    if not running:
+        found: list[Saved | NbdistError] = rank_set.set_up(save_on_rank, *how)
+        return found[0]
+    task, *others = set(running.values())
+    if others or list(task.ranks) != list(ranks) or task.kind not in ("cell", "call"):
+        raise rank_set.busy(running)
+    try:
+        found = call_after_step(rank_set, task, save_on_rank, *how)
+    except SessionBusy as error:
+        why = f"A save can be made after a step of a cell that trains, but {error}. `--stop` stops the cell first."
+        raise SessionBusy(f"{rank_set.busy(running)}\n{why}") from None
+    return found[0]
 
 
 def _portable(settings: StartSettings) -> dict[str, Any]:

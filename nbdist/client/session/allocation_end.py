@@ -32,7 +32,6 @@ class AllocationEnd:
         self._session = weakref.ref(session)
         self._rank_set = rank_set
         self._lock = threading.Lock()
-        self._saving = threading.Lock()
         self._announced: dict[EndSource, tuple[float, EndAnnounced]] = {}  # with when, by time.time
         self._expected: ExpectedEnd | None = None
         self._lead = 0.0  # seconds before it when it is to be announced
@@ -144,7 +143,7 @@ class AllocationEnd:
         return self._session() is not None and rank_set is not None and not rank_set.closed
 
     def save(self, *, stop: bool) -> bool:
-        """Save the session, if it has a folder for that and ranks, and say what was saved. One save at a time.
+        """Save the session, if it has a folder for that and ranks, and say what was saved.
 
         Args:
             stop: Whether to stop first what ranks run.
@@ -152,12 +151,11 @@ class AllocationEnd:
         Returns:
             Whether nothing would be lost now that was to be saved.
         """
-        with self._saving:
-            session, rank_set = self._session(), self._rank_set()
-            if session is None or not session.saves_to or rank_set is None or rank_set.closed:
-                return True
-            traffic = rank_set.traffic
-            return save_at_end(session, lambda text: traffic.notify(Notice(text)), stop=stop)
+        session, rank_set = self._session(), self._rank_set()
+        if session is None or not session.saves_to or rank_set is None or rank_set.closed:
+            return True
+        traffic = rank_set.traffic
+        return save_at_end(session, lambda text: traffic.notify(Notice(text)), stop=stop)
 
     @property
     def words(self) -> str:

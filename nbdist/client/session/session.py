@@ -36,6 +36,7 @@ from nbdist.client.saving.save import KEEP, SaveReport, save
 from nbdist.client.session.allocation_end import AllocationEnd
 from nbdist.client.session.attaching import conclude, take_over
 from nbdist.client.session.idle_end import watch_idle
+from nbdist.client.session.regular_saves import RegularSaves
 from nbdist.client.start import farewell
 from nbdist.client.start.expected_end import ExpectedEnd, end_of_job, expected_end
 from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
@@ -93,6 +94,7 @@ class Session(RankRequests):
         idle: Seconds without a cell after which the ranks end; the notebook stays. None: they don't.
         save: The folder to which the session is saved once its end is announced: by a signal, by the clock, or as the
                 ranks are idle. Ranks that train stop first, after the same step. None: it is not saved.
+        every: Seconds between two saves to that folder before the end; ranks that train go on. None: there are none.
         end_grace: Seconds by which the session outlives SIGTERM, for a save: schedulers end jobs by that signal. It is
                 announced, as SIGUSR1 is. With `save` it is 25 if it is 0.
         replace: Whether to stop this notebook's other sessions first; a message reports it.
@@ -135,6 +137,7 @@ class Session(RankRequests):
         warn: float = 600.0,
         idle: float | None = None,
         save: str | os.PathLike[str] | None = None,
+        every: float | None = None,
         end_grace: float = 0.0,
         replace: bool = True,
         progress: Callable[[StartLine], None] = lambda line: None,
@@ -161,6 +164,7 @@ class Session(RankRequests):
             "warn": choices.warn,
             "idle": choices.idle,
             "save": choices.save or None,
+            "every": choices.every,
         }
         self._settings = StartSettings.among(msgspec.structs.asdict(began) | chosen)
         self._nodes = began.nodes
@@ -179,6 +183,7 @@ class Session(RankRequests):
         self._expected = expected
         self._end = AllocationEnd(self, weakref.ref(self._rank_set))
         self._rank_set.on_end = self._end.hear
+        self._saves: RegularSaves | None = None
 
     def restart(
         self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
@@ -216,13 +221,16 @@ class Session(RankRequests):
         self._end.expect(self._expected, self._settings.warn)
         if self._settings.idle is not None:
             watch_idle(self._rank_set, self._end, self._settings.idle)
+        if self._settings.every is not None:
+            self._saves = RegularSaves(self, self._rank_set, self._settings.every)
+            self._saves.start()
 
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
         end = self._expected
         at, source = (end.at, end.source) if end is not None and end.at < math.inf else (None, "")
         chosen = self._settings
-        ends = at, source, chosen.warn, chosen.idle, self.saves_to
+        ends = at, source, chosen.warn, chosen.idle, self.saves_to, chosen.every
         self._rank_set.traffic.send(Choices(self.plan.to_json(), chosen.on_death, self._nodes, *ends))
 
     @classmethod
@@ -372,7 +380,8 @@ class Session(RankRequests):
     def save(self, directory: str | os.PathLike[str], *, keep: int | None = KEEP, stop: bool = False) -> SaveReport:
         """Save the session: the names of its ranks, what is prepared, and the cells that have run.
 
-        It appears all at once as a new folder, `save-N`, beside earlier ones. `Session.restore` starts from it.
+        It appears all at once as a new folder, `save-N`, beside earlier ones. `Session.restore` starts from it. In a
+        cell that trains it is made between two steps, the same ones on all ranks, and the cell goes on.
 
         Args:
             directory: Where saves are, on a file system that all ranks share.
@@ -384,7 +393,8 @@ class Session(RankRequests):
 
         Raises:
             UsageError: An argument is invalid, or ranks have died; nothing was written.
-            SessionBusy: Ranks run something.
+            SessionBusy: Ranks run something else than one cell that trains on all of them.
+            SessionError: The cell was interrupted, or a rank has died; earlier saves are whole.
             CheckpointError: It could not be written, as when the disk is full; earlier saves are whole.
         """
         return save(self._rank_set, Path(directory), keep, self.plan.to_json(), self._settings, stop=stop)
@@ -594,6 +604,11 @@ def rank_set_of(session: Session) -> RankSet:
 def end_of(session: Session) -> AllocationEnd:
     """Return what is known of the end of a session's allocation."""
     return session._end
+
+
+def saves_of(session: Session) -> str:
+    """Return when a session was last saved by the clock, in words; "" if it is not."""
+    return session._saves.words if session._saves is not None else ""
 
 
 def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:

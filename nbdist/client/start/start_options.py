@@ -41,6 +41,8 @@ def start_options(settings: StartSettings, count: int | None) -> StartOptions:
     if count is None:
         count = len(gpus)
     START_SETTINGS["num_processes"].check("num_processes", count)
+    if settings.every is not None and settings.save is None:
+        raise UsageError("`--every` needs a folder for the saves: add `--save DIR`")
     for_ranks = {name: getattr(settings, name) for name in RankSettings.__struct_fields__}
     for_ranks["gpus"] = gpus[:count] or None
     if settings.save is not None and not settings.end_grace:

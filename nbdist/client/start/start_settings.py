@@ -375,6 +375,12 @@ class StartSettings:
         "`start --from`",
         metavar="DIR",
     )
+    every: float | None = _setting(
+        None,
+        IdleTime(),
+        "also save the session to the folder of --save this often, between two steps of a cell that trains: 10m, 1h",
+        metavar="TIME",
+    )
     end_grace: float = _setting(
         0.0,
         Duration(zero=True),

@@ -40,7 +40,8 @@ class Choices(Message, frozen=True):
     plan: how models are made distributed, as JSON. on_death: what the client does when ranks die. nodes: which another
     start is to have; None: those of the last one. ends_at, end_source: when the allocation ends, by `time.time`, and
     who says so. warn: seconds before that, when it is to be said. idle: seconds without a cell after which ranks end.
-    save: the folder to which the session is saved once its end is announced; "": it is not.
+    save: the folder to which the session is saved once its end is announced; "": it is not. every: seconds between two
+    saves before that.
     """
 
     plan: str = "{}"
@@ -51,6 +52,7 @@ class Choices(Message, frozen=True):
     warn: Seconds = 600.0
     idle: Seconds | None = None
     save: str = ""
+    every: Seconds | None = None
 
 
 class StartedWith(RankSettings, frozen=True):

@@ -11,6 +11,7 @@ from nbdist.metrics.node.sample import NodeSample
 from nbdist.wire.base.message import Message, Seconds
 from nbdist.wire.messages.healing import SetupCell
 from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
+from nbdist.wire.questions.gathering import Arrive, AtStep, Called, CallNow, CallOff, Gather
 from nbdist.wire.questions.held_variables import (
     Elements,
     Entries,
@@ -69,11 +70,15 @@ Asker = Literal["notebook", "controller"]
 AnyQuestion = (
     Aim
     | Arm
+    | Arrive
+    | CallNow
+    | CallOff
     | Complete
     | Cut
     | Disarm
     | Enter
     | Forbid
+    | Gather
     | GetElements
     | GetEntries
     | GetFailure
@@ -99,7 +104,9 @@ AnyQuestion = (
 )
 
 AnyAnswer = (
-    Completions
+    AtStep
+    | Called
+    | Completions
     | DebugBytes
     | Done
     | Elements

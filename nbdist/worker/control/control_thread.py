@@ -6,10 +6,12 @@ Owns the control lane. Never runs anything of the user's, nor waits for a lock t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import zmq
@@ -20,10 +22,12 @@ from nbdist.wire.frames import decode, encode
 from nbdist.wire.messages.cells import Interrupt
 from nbdist.wire.questions.debug_bytes import DebugBytes, OpenDebugger, TellDebugger
 from nbdist.wire.questions.question import NoAnswer, Question
-from nbdist.wire.questions.questions import Answer, Ask
+from nbdist.wire.questions.questions import Answer, AnyAnswer, Ask
 from nbdist.worker.control.debug_stream import DebugStream
 from nbdist.worker.control.slow_questions import Questions, Work
 from nbdist.worker.lanes import streams
+
+LaterWork = Callable[[Any, Callable[[Any], None]], None]  # from a question, and what sends its answer
 
 
 class Waker:
@@ -46,6 +50,7 @@ class CellStop(Protocol):
     """What ends the cells of a rank: `worker.recovery.rank_stop`. Its methods are called in the control thread."""
 
     answers: dict[type[Question[Any]], Work]
+    later: dict[type[Question[Any]], LaterWork]
 
     @property
     def running(self) -> int:
@@ -123,6 +128,8 @@ class ControlThread:
             self.questions.put(message)
         elif isinstance(message, Ask) and isinstance(message.question, OpenDebugger):
             self._debugger.open(message.request, message.question)
+        elif isinstance(message, Ask) and (later := self._stop.later.get(type(message.question))) is not None:
+            later(message.question, functools.partial(self._say_later, message))
         elif isinstance(message, Ask):
             self._socket.send(self._answer(message, self.answers[type(message.question)]))
 
@@ -130,6 +137,9 @@ class ControlThread:
         """Send an answer from the thread that computed it: the socket belongs to this one."""
         self._answered.append(self._answer(message, work))
         self._waker.wake()
+
+    def _say_later(self, message: Ask, answer: AnyAnswer) -> None:
+        self.say(Answer(message.request, self._rank, answer, message.asker))
 
     def say(self, message: Message) -> None:
         """Send what is nobody's answer. From any thread, and from handlers of signals."""

@@ -8,24 +8,29 @@
 3. `Cut`: the connections of the process groups are cut, if the main thread stands still (`position`). `Strand` does the
    same at once, and tells the error why: another rank has failed.
 
+`Gather`, `Arrive` and `CallNow` bring ranks together like 1., to call something, after which the cell goes on.
+
 `rank_recovery` puts in order what this leaves behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 from typing import Any
 
 from nbdist.metrics.events import step_events
 from nbdist.wire.messages.cells import Interrupt
-from nbdist.wire.questions.question import Done, Question
+from nbdist.wire.questions.gathering import Arrive, Called, CallNow, CallOff, Gather
+from nbdist.wire.questions.question import Done, NoAnswer, Question
 from nbdist.wire.questions.stopping import Aim, Arm, Cut, Disarm, GetPosition, GetStack, Meet, StepsMade, Strand
 from nbdist.worker.cell.interrupts import InterruptGate
 from nbdist.worker.cell.keyboard import Keyboard
-from nbdist.worker.control.control_thread import Waker
+from nbdist.worker.control.control_thread import LaterWork, Waker
 from nbdist.worker.control.slow_questions import Work
 from nbdist.worker.groups.process_groups import Collectives
 from nbdist.worker.recovery.position import PositionProbe
+from nbdist.worker.recovery.step_call import StepCall, Tell
 from nbdist.worker.recovery.step_stop import StepCounter
 
 
@@ -41,6 +46,7 @@ class RankStop:
     Attributes:
         steps: The optimizer steps of the cell that runs.
         answers: What answers the controller at once, by the type of question.
+        later: What answers when the main thread has got there.
     """
 
     def __init__(self, collectives: Collectives, gate: InterruptGate, keyboard: Keyboard, waker: Waker) -> None:
@@ -59,8 +65,11 @@ class RankStop:
                 Disarm.by(self._disarm),
                 Cut.by(self._cut),
                 Strand.by(self._strand),
+                Gather.by(self._gather),
+                CallOff.by(self._call_off),
             ]
         )
+        self.later: dict[type[Question[Any]], LaterWork] = {Arrive: self._arrive, CallNow: self._call}
 
     # --- what the main thread asks
 
@@ -147,10 +156,10 @@ class RankStop:
             self.steps.aim(serial, self.steps.count)
 
     def _interrupt_body(self) -> None:
-        """Interrupt the loop's body where it is, because it does not end."""
+        """Interrupt the loop's body where it is, because it does not end, if the cell was to stop."""
         serial = self._gate.running
-        self.steps.disarm(serial)
-        self._gate.request(serial)
+        if self.steps.expire():
+            self._gate.request(serial)
 
     def _cut(self, order: Cut) -> Done:
         stuck = self._progress.stands_still() and not self._gate.is_settled(order.serial)
@@ -165,3 +174,29 @@ class RankStop:
             if not self._progress.in_meeting():
                 self._collectives.cut()
         return Done()
+
+    # --- a call between two steps
+
+    def _gather(self, question: Gather) -> StepsMade:
+        if self._gate.was_asked(question.serial):
+            return StepsMade(count=0, stepping=False, running=False)
+        return self.steps.gather(question.serial)
+
+    def _arrive(self, order: Arrive, tell: Tell) -> None:
+        self.steps.arrive(order.serial, order.target, StepCall(order.patience, tell))
+
+    def _call(self, order: CallNow, tell: Tell) -> None:
+        call = self.steps.gathered(order.serial)
+        if call is None:
+            tell(NoAnswer("the cell has ended, or is being stopped"))
+        else:
+            call.order(lambda: _call_pickled(order.call), tell)
+
+    def _call_off(self, order: CallOff) -> Done:
+        self.steps.call_off(order.serial, "another rank did not come")
+        return Done()
+
+
+def _call_pickled(call: bytes) -> Called:
+    function, arguments = pickle.loads(call)
+    return Called(pickle.dumps(function(*arguments)))

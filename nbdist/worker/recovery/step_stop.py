@@ -6,7 +6,8 @@ Independent of sockets, of other ranks, or of who asks.
 Ranks stop after the same step without a collective: each is armed and says how many steps it has made. As an armed rank
 waits before and after its next step, none can pass the largest of these counts + 1, and that becomes everybody's
 target. Ranks that are interrupted at once make no new step, but finish the one that others have made, and the loop's
-body behind it: so shards, schedulers and the user's own counters agree.
+body behind it: so shards, schedulers and the user's own counters agree. Ranks come together for a call (`step_call`) as
+they do for a stop, and go on with the cell then.
 
 The main thread and the control thread share no lock: an interrupt could leave it locked. Each field has one writer;
 only `_requests` has two, and what they do with it are single operations of a dict.
@@ -25,12 +26,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from nbdist.base import limits
 from nbdist.metrics.events import step_events
 from nbdist.wire.questions.stopping import StepsMade
 from nbdist.worker.cell.interrupts import StepStop, is_the_users
+from nbdist.worker.recovery.step_call import StepCall
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -119,13 +121,18 @@ class StepCounter:
         self._events.forget()
         self._serial = 0
         self._finished = serial  # first this, then the request: `arm` does it the other way round
-        self._requests.pop(serial, None)
+        request = self._requests.pop(serial, None)
+        if request is not None:
+            request.call_off("the cell has ended")
 
     def finishing(self) -> bool:
         """Return whether the main thread, about to be interrupted, made a step that its loop's body has yet to count.
 
         Then it is stopped at the end of that body instead, or interrupted where it is in 0.1 s. In the main thread.
         """
+        if self._body is not None and self._body.request.gathers:
+            self._body.request.call_off("the cell was interrupted")
+            self._leave_body()
         if self._body is not None:
             over = self._body.request.over
             if over:
@@ -135,7 +142,7 @@ class StepCounter:
         if not frames or sys.gettrace() is not None or sys.exc_info()[0] is not None:
             return False
         request = _Request(limits.HURRIED_BODY)
-        body = _LoopBody(frames, request, self._stop)
+        body = _LoopBody(frames, request, self._reached)
         if not body.goes_on:
             return False
         self.disarm(self._serial)
@@ -156,10 +163,24 @@ class StepCounter:
     def arm(self, serial: int) -> StepsMade:
         """Let the rank wait at the end of its next step in this cell, until it is told where to stop."""
         request = self._requests.get(serial)
-        if request is None or request.over:
+        if request is None or request.over or request.gathers:
             self._requests[serial] = _Request()
         else:
             request.target = None  # armed once more: there will be another
+        if request is not None and request.gathers:
+            request.call_off("the cell is being stopped")
+        return self._made(serial)
+
+    def gather(self, serial: int) -> StepsMade:
+        """Let the rank wait at the end of its next step in this cell, until it is told where to call."""
+        request = self._requests.get(serial)
+        if request is not None and not request.over:  # it is being stopped, or others gather
+            return StepsMade(count=0, stepping=False, running=False)
+        self._requests[serial] = _Request(gathers=True)
+        return self._made(serial)
+
+    def _made(self, serial: int) -> StepsMade:
+        """Return the steps of a cell; one that has ended is no longer asked for anything."""
         running = serial > self._finished
         if not running:
             self._requests.pop(serial, None)
@@ -184,19 +205,49 @@ class StepCounter:
             request.limit = limits.HURRIED_BODY if hurry else limits.BODY
             request.aim(target)
 
-    def disarm(self, serial: int) -> None:
-        """Call the stop off: a rank that waits goes on, one that finishes its loop's body is not stopped there."""
+    def arrive(self, serial: int, target: int, call: StepCall) -> None:
+        """Let the cell that gathers wait for a call after its step number `target`, at the end of the loop's body."""
+        request = self._requests.get(serial)
+        if request is None or request.over or not request.gathers:
+            call.call_off("the cell has ended, or is being stopped")
+            return
+        request.limit, request.call = call.patience, call
+        request.aim(target)
+
+    def call_off(self, serial: int, why: str) -> None:
+        """Let the cell that gathers go on; a stop that has come meanwhile stays."""
+        request = self._requests.get(serial)
+        if request is not None and request.gathers:
+            request.call_off(why)
+
+    def gathered(self, serial: int) -> StepCall | None:
+        """Return the call for which a cell waits."""
+        request = self._requests.get(serial)
+        return None if request is None else request.call
+
+    def disarm(self, serial: int, why: str = "") -> None:
+        """Call the stop, or the call, off: a rank that waits goes on, one that finishes its loop's body goes on there.
+
+        Args:
+            why: What those are told who wait for a call.
+        """
         request = self._requests.pop(serial, None)
         if request is not None:
-            request.call_off()
+            request.call_off(why)
 
     def overdue(self) -> float | None:
         """Return the seconds until a pending stop has waited long enough for the loop's body; None if none is pending.
 
-        At 0.0 call `disarm` and interrupt the main thread: it is not in a loop, or in a very long body.
+        At 0.0 call `expire`: the main thread is not in a loop, or in a very long body.
         """
         body = self._body
         return None if body is None or body.request.over else max(0.0, body.deadline - time.monotonic())
+
+    def expire(self) -> bool:
+        """Give up what is overdue. Returns whether it is a stop: then interrupt the main thread where it is."""
+        body = self._body
+        self.disarm(self._serial, "the loop does not come to its next turn")
+        return body is not None and not body.request.gathers
 
     # --- inside steps
 
@@ -228,7 +279,7 @@ class StepCounter:
         if request is None or (self._body is not None and self._body.request is request):
             return
         target = request.wait()  # it may be interrupted here
-        if target is not None and self.count >= target:
+        if target is not None and self.count >= target and not request.gathers:
             self._on_stop(sys._getframe(1))
             raise KeyboardInterrupt
 
@@ -259,18 +310,23 @@ class StepCounter:
         frames = _users_frames()
         if self._body is not None and self._body.request is request:
             if self._body.is_again_at(frames):  # there was no jump: the loop is not Python's, as in `map`
-                self._stop(request)
+                self._reached(request)
             return
         self._leave_body()
         if not frames or sys.gettrace() is not None:  # a debugger's or coverage's: there is room for one
-            self._stop(request)
-        self._body = _LoopBody([(frame, frame.f_lasti) for frame in frames], request, self._stop)
+            self._reached(request)
+            return
+        self._body = _LoopBody([(frame, frame.f_lasti) for frame in frames], request, self._reached)
         self._body.watch()
         self._wake()
 
-    def _stop(self, request: _Request) -> NoReturn:
+    def _reached(self, request: _Request) -> None:
+        """Do what was asked for here: make a call, or stop."""
         request.over = True
         self._leave_body()
+        if request.call is not None:
+            request.call.attend()
+            return
         self.stopped = self.count
         self._on_stop(sys._getframe(1))
         raise StepStop(f"stopped after step {self.count:,}")
@@ -287,14 +343,20 @@ class StepCounter:
 
 
 class _Request:
-    """A stop that was asked for: at first without a target, then with one, at last over.
+    """A stop, or a call, that was asked for: at first without a target, then with one, at last over.
 
     Args:
         limit: Seconds that the rest of the loop's body may take.
+        gathers: Whether it is for a call.
+
+    Attributes:
+        call: The call, once its step is known.
     """
 
-    def __init__(self, limit: float = limits.BODY) -> None:
+    def __init__(self, limit: float = limits.BODY, *, gathers: bool = False) -> None:
         self.limit = limit
+        self.gathers = gathers
+        self.call: StepCall | None = None
         self.target: int | None = None
         self.over = False  # reached, called off, or given up
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt leaves no lock of it locked
@@ -303,9 +365,12 @@ class _Request:
         self.target = target
         self._news.put(None)
 
-    def call_off(self) -> None:
+    def call_off(self, why: str = "") -> None:
+        """Let the rank go on. why: what is said to those who wait for a call."""
         self.over = True
         self._news.put(None)
+        if self.call is not None:
+            self.call.call_off(why)
 
     def wait(self) -> int | None:
         """Return the target, once it is known; None when the request is over."""
@@ -323,17 +388,17 @@ class _LoopBody:
     Args:
         frames: The user's frames, the innermost first, each with the place where it has called the step.
         request: What the stop is for; when it is over, the watch ends by itself.
-        stop: Raises, in the frame that has jumped back.
+        reached: Called in the frame that has jumped back; it may raise.
     """
 
     def __init__(
-        self, frames: list[tuple[FrameType, int]], request: _Request, stop: Callable[[_Request], NoReturn]
+        self, frames: list[tuple[FrameType, int]], request: _Request, reached: Callable[[_Request], None]
     ) -> None:
         self.request = request
         self.deadline = time.monotonic() + request.limit
         self._position = [(frame.f_code, offset) for frame, offset in frames]
         self._calls = {frame: _Call(frame.f_code, offset) for frame, offset in frames}
-        self._stop = stop
+        self._reached = reached
 
     @property
     def goes_on(self) -> bool:
@@ -368,7 +433,8 @@ class _LoopBody:
             self.leave()
             return None
         if event == "line" and self._calls[frame].is_over(frame):
-            self._stop(self.request)
+            self._reached(self.request)
+            return None  # it was a call
         return self._trace
 
 

@@ -12,6 +12,7 @@ import hashlib
 import io
 import pickle
 import pickletools
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _THINGS = {
     "registered": "an object for checkpoints",
     "scaler": "a gradient scaler",
 }
+_RANDOM = re.compile("[0-9a-f]{32}")  # a UUID
 _LARGE = 1 << 20  # bytes; an array of at least as many is written like a tensor
 _OF_THIS_RUN = (DTensor, DeviceMesh, ProcessGroup)
 
@@ -213,12 +215,20 @@ class _NamePickler(ValuePickler):
         if (found := _as_storage(obj)) is not None:
             return found
         reduced = super().reducer_override(obj)
-        if not isinstance(obj, type) or obj.__module__ != "__main__" or not isinstance(reduced, tuple):
+        if not isinstance(obj, type) or not isinstance(reduced, tuple):
             return reduced
-        if _known_class(self.around.namespace, obj.__qualname__) is not obj:
+        reduced = _same_on_all_ranks(reduced)
+        if obj.__module__ != "__main__" or _known_class(self.around.namespace, obj.__qualname__) is not obj:
             return reduced
         make, arguments, state, _, _, fill = reduced
         return _class, (obj.__qualname__, make, arguments), (fill, state), None, None, _fill_class
+
+
+def _same_on_all_ranks(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return how a class is written without the random number by which cloudpickle would know it again."""
+    make, arguments, *others = reduced
+    plain = tuple(None if isinstance(each, str) and _RANDOM.fullmatch(each) else each for each in arguments)
+    return make, plain, *others
 
 
 def _as_storage(obj: Any) -> Any:

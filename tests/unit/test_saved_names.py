@@ -174,3 +174,15 @@ def test_equal_names_have_equal_digests_and_others_have_not() -> None:
 
 def test_modules_come_back_by_name() -> None:
     assert there_and_back({"pickle": pickle})["pickle"] is sys.modules["pickle"]
+
+
+def test_a_class_that_ranks_have_defined_alike_has_the_same_digest_on_all() -> None:
+    text = (
+        "class Net:\n    scale = 2\n    def read(self, by=3): return [by * self.scale for _ in range(by)]\nnet = Net()"
+    )
+
+    def digests() -> dict[str, bytes]:
+        names = cell(text)
+        return pickle_names(own(names), around(names)).digests()
+
+    assert digests() == digests()

@@ -78,14 +78,18 @@ def train_and_save(kernel: Kernel, plan: str, count: int, then: str = "") -> Non
     saved(kernel)
 
 
-@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
-def test_a_run_that_was_saved_and_goes_on_equals_one_that_never_stopped_bit_for_bit(empty: Kernel, plan: str) -> None:
-    train_and_save(empty, plan, 2)
+@pytest.mark.parametrize(
+    ("plan", "count"), [("ddp", 2), ("fsdp", 2), ("ddp", 4)]
+)  # more than two are summed in an order
+def test_a_run_that_was_saved_and_goes_on_equals_one_that_never_stopped_bit_for_bit(
+    empty: Kernel, plan: str, count: int
+) -> None:
+    train_and_save(empty, plan, count)
     empty.ok("%%distributed\ntrain(4)", HANG)
     expected = shown(empty, RESULT)
     empty.ok("%distributed stop")
     told = restored(empty)
-    assert "ran as setup: cell" in told and "saved by 2 ranks" in told and "2 ranks ready" in told
+    assert "ran as setup: cell" in told and f"saved by {count} ranks" in told and f"{count} ranks ready" in told
     empty.ok("%%distributed\ntrain(4)", HANG)
     assert shown(empty, RESULT) == expected
 

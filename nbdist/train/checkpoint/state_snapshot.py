@@ -22,6 +22,7 @@ from nbdist.train.collective.rng import restore_random, take_random
 from nbdist.train.loop.averages import averages_of, empty_average
 from nbdist.train.loop.gradients import parameters_of
 from nbdist.train.pipeline.stages import stages_of
+from nbdist.train.sharding.ddp_reducer import Layout, lay_out, layout_of
 from nbdist.train.sharding.shards import gather_again
 from nbdist.train.sharding.zero_engine import DeepSpeedModel, engines_among, whole_sizes
 from nbdist.train.state import COUNTERS, State
@@ -78,6 +79,7 @@ def take(state: State) -> Snapshot:
         "random": take_random(state.device),
         "counters": {name: getattr(state, name) for name in COUNTERS},
         "engines": described_engines(state),
+        "buckets": {model.prefix: model.buckets() for model in models},
         **{kind: [_state_of(thing) for thing in things] for kind, things in _keepers(state).items()},
     }
     return snapshot
@@ -162,6 +164,8 @@ class Restoring:
         buffers = self._values.get("buffers", {}) if seed is None else {}
         for model in self._models:
             model.restore(self._values["extra"].get(model.prefix, {}), buffers)
+            if seed is None:
+                model.sum_as(self._values.get("buckets", {}).get(model.prefix))
         for optimizer in self._optimizers:
             optimizer.restore(slots)
         for kind, things in _keepers(self._state).items():
@@ -252,6 +256,15 @@ class _Model:
     def extra(self) -> dict[str, Any]:
         """Return what modules keep besides tensors (`get_extra_state`)."""
         return {name: value for name, value in self._state.items() if not isinstance(value, torch.Tensor)}
+
+    def buckets(self) -> Layout | None:
+        """Return the order in which DDP sums gradients; None: there is no DDP, or it has not settled yet."""
+        return layout_of(self.module) if isinstance(self.module, DistributedDataParallel) else None
+
+    def sum_as(self, buckets: Layout | None) -> None:
+        """Have DDP sum gradients in the order in which it did, of which more than two ranks' sums depend."""
+        if buckets is not None and isinstance(self.module, DistributedDataParallel):
+            lay_out(self.module, buckets)
 
     def refuse_other(self, shapes: Mapping[str, torch.Size]) -> None:
         mine = self.shapes()

@@ -1,6 +1,6 @@
 """Models that a lost step has left half done: finds those that live in this rank and makes them ready for the next.
 
-Leans on private parts of torch (DDP's reducer, FSDP2's state, GradScaler's state); each is probed when used, and a
+Leans on private parts of torch (FSDP2's state, GradScaler's state); each is probed when used, and a
 missing one costs that model only, with a note. Independent of process groups' backends, cells or the wire: whoever
 calls it has put the groups in order before, and calls it on all ranks, because a reset DDP model agrees on its
 buckets again, with a collective, in its next forward.
@@ -19,6 +19,7 @@ from itertools import compress
 from typing import Any
 
 from nbdist.train import active_training
+from nbdist.train.sharding import ddp_reducer
 from nbdist.train.sharding.shards import drop_unexchanged, parameter_groups
 
 
@@ -92,7 +93,7 @@ def loaded(module: str, name: str) -> type | None:
 def buckets_settled() -> bool:
     """Return whether the buckets of every living DDP model have their final layout on this rank."""
     found = living(loaded("torch.nn.parallel", "DistributedDataParallel"))
-    return all(_is_settled(model) for model in found if _is_built(model))
+    return all(ddp_reducer.is_settled(model) for model in found if ddp_reducer.is_built(model))
 
 
 def communicate_in(groups: Collection[Any]) -> bool:
@@ -146,7 +147,7 @@ def reset_models(*, keep_buckets: bool = False, moved: Callable[[Any], bool] = l
 
     found = living(ddp, sharded, optimizer, scaler, norm, pipeline, *hopeless)
     notes: list[str] = []
-    replicated = [model for model in _of(found, ddp) if _is_built(model)]
+    replicated = [model for model in _of(found, ddp) if ddp_reducer.is_built(model)]
     blocks = [block for block in _of(found, sharded) if _fsdp_state(block) is not None]
     gradients = _drop_gradients(_parameters(replicated, _of(found, optimizer)))  # before: they may be views of buckets
     reset_ddp = partial(_reset_ddp, keep_buckets=keep_buckets)
@@ -201,11 +202,6 @@ def _title(thing: object) -> str:
     return name if inner is None else f"{name}({type(inner).__name__})"
 
 
-def _is_built(model: object) -> bool:
-    """Return whether a DDP model has a reducer: not if its making was interrupted, or if it reduces by itself."""
-    return "reducer" in model.__dict__
-
-
 def _reset_ddp(model: Any, keep_buckets: bool) -> None:
     from torch.distributed import get_process_group_ranks
 
@@ -214,64 +210,14 @@ def _reset_ddp(model: Any, keep_buckets: bool) -> None:
     except KeyError:
         raise _CannotRevive("its process group was destroyed; wrap the module again") from None
     model.require_forward_param_sync = True  # a forward without gradients clears it, and some ranks have had another
-    if all(hasattr(model, name) for name in _NEEDED_FOR_REDUCER) and not keep_buckets:
-        _renew_reducer(model)
+    if ddp_reducer.can_be_renewed(model) and not keep_buckets:
+        ddp_reducer.renew_reducer(model)
         return
     if not hasattr(model, "_update_process_group"):
         raise _CannotRevive("this version of torch can't reset it; wrap the module in DistributedDataParallel again")
-    settled = _is_settled(model)
+    settled = ddp_reducer.is_settled(model)
     model._update_process_group(model.process_group)
-    model.__dict__[_SETTLED] = settled  # which that call makes torch forget
-
-
-_SETTLED = "_nbdist_settled"
-_NEEDED_FOR_REDUCER = (
-    "_build_params_for_reducer",
-    "_build_debug_param_to_name_mapping",
-    "_ddp_init_helper",
-    "_comm_hooks",
-    "_get_ddp_logging_data",
-)
-
-
-def _is_settled(model: Any) -> bool:
-    """Return whether buckets are final: they are laid out once more in an early forward, or never."""
-    if getattr(model, "_has_rebuilt_buckets", False) or getattr(model, _SETTLED, False):
-        return True
-    return bool(model.find_unused_parameters and not model.static_graph)
-
-
-def _renew_reducer(model: Any) -> None:
-    """Renew the reducer like `__setstate__`, but with this model's own group and hooks; a static graph is relearned.
-
-    Ranks that were stopped around a first iteration differ in what their reducers have learned; resetting those
-    would let collectives of different sizes meet.
-    """
-    import torch.distributed as dist
-
-    built_in = dist.BuiltinCommHookType.__members__.get(_hook_name(model))
-    model.reducer._remove_autograd_hooks()
-    model.reducer = model.logger = None  # frees its buckets before there are new ones
-    parameters, sparse = model._build_params_for_reducer()
-    names = model._build_debug_param_to_name_mapping(parameters)
-    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
-    model._has_rebuilt_buckets = False
-    model.__dict__.pop(_SETTLED, None)
-    if model.static_graph:
-        model._static_graph_delay_allreduce_enqueued = False
-        model.reducer._set_static_graph()
-        model.logger._set_static_graph()
-    if getattr(model, "mixed_precision", None) is not None:
-        model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
-    if built_in is not None:
-        model._register_builtin_comm_hook(built_in)
-    for hook, state in model._comm_hooks:
-        dist._register_comm_hook(model.reducer, state, hook)
-
-
-def _hook_name(model: Any) -> str:
-    """Return the name of the communication hook: of one that is built in, torch keeps nothing else."""
-    return str(model._get_ddp_logging_data().get("comm_hook", "")).rpartition(".")[2]
+    ddp_reducer.note_settled(model, settled)  # which that call makes torch forget
 
 
 def _fsdp_roots(blocks: Iterable[Any]) -> list[Any]:

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import resource
 import runpy
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.metrics.measuring import start_steps
 from nbdist.metrics.node import active_meter
-
-
-@dataclass(frozen=True)
-class ProgramCosts:
-    """What a rank needed.
-
-    Attributes:
-        seconds: For the whole script.
-        host: Bytes of the process, at most.
-        device: Bytes that torch had allocated on the GPU, at most; 0: it has none.
-        steps: Optimizer steps.
-        step: Seconds of one; 0: not known.
-    """
-
-    seconds: float
-    host: int
-    device: int
-    steps: int
-    step: float
+from nbdist.program.costs import ProgramCosts, peak_of_device, peak_of_process
 
 
 def run_program(script: str, arguments: Sequence[str]) -> ProgramCosts:
@@ -58,15 +38,5 @@ def run_program(script: str, arguments: Sequence[str]) -> ProgramCosts:
     seconds = time.monotonic() - began
     lap = active_meter.end_lap()
     active_meter.stop()
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    known = lap is not None and lap.seconds is not None
-    return ProgramCosts(
-        seconds, host, _device_peak(), lap.steps if lap else 0, lap.seconds or 0.0 if lap and known else 0.0
-    )
-
-
-def _device_peak() -> int:
-    import torch
-
-    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return int(torch.cuda.max_memory_allocated()) if is_used else 0
+    steps, each = (lap.steps, lap.seconds or 0.0) if lap is not None else (0, 0.0)
+    return ProgramCosts(seconds, peak_of_process(), peak_of_device(), steps, each)

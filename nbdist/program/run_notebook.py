@@ -22,7 +22,9 @@ from typing import Any
 
 from nbdist.base.text import did_you_mean, number_or_text
 from nbdist.errors import PackageError, UsageError
+from nbdist.program.costs import summary
 from nbdist.program.ends import exit_code, terminable
+from nbdist.program.notebook_client import make_client
 
 _AGAIN, _PATIENCE = 5.0, 20.0  # seconds until an interrupt is repeated, and until the kernel is killed
 _START = re.compile(r"^(%(?:distributed|dist)[ \t]+start\b)(.*)$", re.MULTILINE)
@@ -53,9 +55,8 @@ def run(notebook: Path, output: Path, parameters: Mapping[str, str], count: int 
     if count is not None:
         _set_count(content, count, notebook)
     reason, code = "", 0
-    client = nbclient.NotebookClient(
-        content, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}}
-    )
+    client = make_client(nbclient, content, notebook.parent)
+    began = time.monotonic()
     execution = Execution(client)
     try:
         with terminable():
@@ -75,6 +76,8 @@ def run(notebook: Path, output: Path, parameters: Mapping[str, str], count: int 
         print(reason, file=sys.stderr)
         print(f"nbdist: {notebook} did not reach its end; as far as it came: {output}", file=sys.stderr)
         return code
+    if client.spent:
+        print(summary(client.spent, time.monotonic() - began))
     print(f"wrote {output}")
     return 0
 
@@ -176,7 +179,6 @@ class Execution:
         self._stopped = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._execute, name="nbdist-notebook", daemon=True)
-        client.on_cell_executed = _shown
         client.on_cell_start = self._refuse
 
     def start(self) -> None:
@@ -218,12 +220,3 @@ class Execution:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _shown(cell: Any, cell_index: int, execute_reply: Any) -> None:
-    """Print what a cell has printed, once it is done."""
-    for output in cell.get("outputs", []):
-        if output.output_type == "stream":
-            print(output.text, end="", flush=True, file=sys.stderr if output.name == "stderr" else sys.stdout)
-        elif "text/plain" in output.get("data", {}):
-            print(output.data["text/plain"], flush=True)

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nbdist.base.text import counted, duration, size
 from nbdist.errors import LaunchError, UsageError
 from nbdist.launcher import notebook_launcher
+from nbdist.program.costs import ProgramCosts, summary
 from nbdist.program.ends import exit_code, terminable
-from nbdist.program.on_rank import ProgramCosts, run_program
+from nbdist.program.on_rank import run_program
 
 
 def run(script: Path, arguments: Sequence[str], count: int | None) -> int:
@@ -38,7 +38,8 @@ def run(script: Path, arguments: Sequence[str], count: int | None) -> int:
     except KeyboardInterrupt as interrupt:
         print("nbdist: interrupted; all ranks have ended", file=sys.stderr)
         return exit_code(interrupt)
-    print(summary([each for each in found if isinstance(each, ProgramCosts)]))
+    spent = [each for each in found if isinstance(each, ProgramCosts)]
+    print(summary(spent, max(each.seconds for each in spent)))
     return 0
 
 
@@ -51,17 +52,3 @@ def _named(script: Path, arguments: Sequence[str]) -> Callable[[], ProgramCosts]
 
     program.__name__ = script.name
     return program
-
-
-def summary(spent: Sequence[ProgramCosts]) -> str:
-    """Return a line on what the ranks needed: time, memory, steps."""
-    parts = [f"{counted(len(spent), 'rank')}, {duration(max(each.seconds for each in spent))}"]
-    for kind, peaks in (("CPU", [each.host for each in spent]), ("GPU", [each.device for each in spent])):
-        if any(peaks):
-            largest = max(peaks)
-            parts.append(f"{kind} memory at most {size(largest)} (rank {peaks.index(largest)})")
-    stepping = [each for each in spent if each.steps and each.step]
-    if stepping:
-        slowest = max(stepping, key=lambda each: each.step)
-        parts.append(f"{counted(slowest.steps, 'step')}, {duration(slowest.step)} each")
-    return "; ".join(parts)

@@ -63,14 +63,14 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def interrupted(number: signal.Signals, *arguments: str, folder: Path, ready: str = "pid", count: int = 2) -> int:
+def interrupted(number: signal.Signals, *arguments: str, folder: Path, count: int = 2) -> int:
     """Run `nbdist run`, send it a signal once it is at work, and return its exit code. No process may be left."""
     command = [sys.executable, "-m", "nbdist", "run", *arguments]
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
     limit = time.monotonic() + 60
     children: list[psutil.Process] = []
-    while (folder / "output").read_text().count(ready) < count:
+    while (folder / "output").read_text().count("pid") < count:
         assert process.poll() is None and time.monotonic() < limit, (folder / "output").read_text()
         children = psutil.Process(process.pid).children(recursive=True) or children
         time.sleep(0.05)
@@ -114,6 +114,7 @@ def test_a_signal_ends_a_script_with_all_its_processes(number: signal.Signals, c
 def test_a_notebook_takes_parameters_and_a_number_of_ranks(notebook: Path) -> None:
     done = run("this.ipynb", "out.ipynb", "-n", "2", "-p", "lr", "0.5", "-p", "name", "me", folder=notebook.parent)
     assert done.returncode == 0 and "[0-1] 2 0.5 me" in done.stdout, done.stderr
+    assert re.search(r"^2 ranks, .* s; CPU memory at most .* MiB \(rank [01]\)$", done.stdout, re.M), done.stdout
     cells = nbformat.read(notebook.parent / "out.ipynb", as_version=4).cells
     assert cells[2].source == "%%distributed\n# Parameters\nlr = 0.5\nname = 'me'"
     assert cells[2].metadata.tags == ["injected-parameters"]
@@ -137,7 +138,7 @@ def test_a_notebook_that_fails_is_saved_as_far_as_it_came(notebook: Path) -> Non
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_notebook_which_is_saved(number: signal.Signals, code: int, notebook: Path) -> None:
     arguments = ("this.ipynb", "out.ipynb", "-p", "lr", "7", "-n", "2")
-    assert interrupted(number, *arguments, folder=notebook.parent, ready="ranks ready", count=1) == code
+    assert interrupted(number, *arguments, folder=notebook.parent, count=3) == code  # shown while the cell runs
     assert len(nbformat.read(notebook.parent / "out.ipynb", as_version=4).cells) == 4
 
 

@@ -123,7 +123,7 @@ ALLOWED = {
     "worker.processes",
     "launcher": "client.session client.start cuda_guard launch launch.fork launch.nodes shells transfer",
     # from beginning to end, without a notebook's page
-    "program": "export.source launcher metrics metrics.node",
+    "program": "client.session export.source launcher metrics metrics.node",
     # a process of somebody else's job, and a look into it
     "serving": "cluster metrics.node wire.questions worker.cell worker.control worker.groups",
     "jobs": "agent client.reports cluster serving",

@@ -1,11 +1,17 @@
-"""How long `%distributed save` takes for variables of ranks, and a start from a small save beside a plain one."""
+"""How long `%distributed save` takes for variables of ranks, also while they train, and a start from a small save."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import _tools
+
+if TYPE_CHECKING:
+    from nbdist import Session
 
 RANKS = 2
 ROUNDS = 5
@@ -26,12 +32,34 @@ def alone(folder):
     nbdist.wait_for_everyone()
     return time.perf_counter() - began
 """
+TRAIN = """
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], 0.0)
+weight.grad = torch.zeros(4)
+while True:
+    optimizer.step()
+    open(f"trains-{rank}", "w").close()
+    time.sleep(0.01)
+"""
 SMALL = """
 import torch, nbdist
 net = torch.nn.Linear(64, 64)
 model, optimizer = nbdist.prepare(net, torch.optim.AdamW(net.parameters()))
 step = 0
 """
+
+
+def _in_a_cell(session: Session, directory: Path) -> list[float]:
+    from nbdist import RankError
+
+    cell = session.run_in_background(f"os.chdir({str(directory.parent)!r})\n{TRAIN}")
+    while not all((directory.parent / f"trains-{rank}").exists() for rank in range(RANKS)):
+        time.sleep(0.01)
+    times = _tools.rounds(ROUNDS, {"save": _tools.timed(lambda: session.save(directory, keep=1))}, warm_up=1)["save"]
+    cell.interrupt()
+    with contextlib.suppress(KeyboardInterrupt, RankError):
+        cell.wait()
+    return times
 
 
 def main() -> None:
@@ -49,6 +77,7 @@ def main() -> None:
                 },
                 warm_up=1,
             )
+            saved["in a cell"] = _in_a_cell(session, Path(folder, "large"))
         with nbdist.Session(RANKS) as session:
             session.run(SMALL, setup=True)
             session.save(Path(folder, "small"))
@@ -66,6 +95,9 @@ def main() -> None:
     _tools.header(f"a session of {RANKS} ranks that is saved, and starts again")
     _tools.row(f"torch.save of {size:.0f} MiB on each rank", saved["torch"])
     _tools.row("session.save, with these in a variable", saved["save"], over=("torch.save", saved["torch"]))
+    _tools.row(
+        "the same between two steps of 10 ms of a cell", saved["in a cell"], over=("session.save", saved["save"])
+    )
     _tools.row("Session(2), warm, and a setup cell that prepares a model", began["start"])
     _tools.row("Session.restore of the same", began["restore"], over=("that start", began["start"]), at_most=2.0)
 

@@ -52,7 +52,7 @@ step = 0
 def _in_a_cell(session: Session, directory: Path) -> list[float]:
     from nbdist import RankError
 
-    cell = session.run_in_background(f"os.chdir({str(directory.parent)!r})\n{TRAIN}")
+    cell = session.run_in_background(f"os.chdir({str(directory.parent)!r})\n{TRAIN}", show=False)
     while not all((directory.parent / f"trains-{rank}").exists() for rank in range(RANKS)):
         time.sleep(0.01)
     times = _tools.rounds(ROUNDS, {"save": _tools.timed(lambda: session.save(directory, keep=1))}, warm_up=1)["save"]
@@ -95,9 +95,7 @@ def main() -> None:
     _tools.header(f"a session of {RANKS} ranks that is saved, and starts again")
     _tools.row(f"torch.save of {size:.0f} MiB on each rank", saved["torch"])
     _tools.row("session.save, with these in a variable", saved["save"], over=("torch.save", saved["torch"]))
-    _tools.row(
-        "the same between two steps of 10 ms of a cell", saved["in a cell"], over=("session.save", saved["save"])
-    )
+    _tools.row("the same between two steps of a cell", saved["in a cell"], over=("session.save", saved["save"]))
     _tools.row("Session(2), warm, and a setup cell that prepares a model", began["start"])
     _tools.row("Session.restore of the same", began["restore"], over=("that start", began["start"]), at_most=2.0)
 

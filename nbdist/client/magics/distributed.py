@@ -363,8 +363,8 @@ class DistributedMagics(Magics):
         ]
         where = ["node"] if several else []
         print(table(rows, ("rank", *where, "pid", "device", "state", "generation", "memory", "GPU memory", "doing")))
-        for words in filter(None, (sessions.end_of(session).words, sessions.saves_of(session))):
-            print(words)
+        for line in sessions.lines_of_watches(session):
+            print(line)
         if cells := session.setup_cells:
             print(f"setup cells, which new ranks run first: {format_ranks(cells)}")
         if self._router.auto:

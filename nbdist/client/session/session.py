@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import sys
 import weakref
@@ -35,10 +34,9 @@ from nbdist.client.saving.restore import restore
 from nbdist.client.saving.save import KEEP, SaveReport, save
 from nbdist.client.session.allocation_end import AllocationEnd
 from nbdist.client.session.attaching import conclude, take_over
-from nbdist.client.session.idle_end import watch_idle
-from nbdist.client.session.regular_saves import RegularSaves
+from nbdist.client.session.watches import Watches
 from nbdist.client.start import farewell
-from nbdist.client.start.expected_end import ExpectedEnd, end_of_job, expected_end
+from nbdist.client.start.expected_end import ExpectedEnd, expected_end
 from nbdist.client.start.node_arguments import check_more_nodes, nodes_wanted
 from nbdist.client.start.session_plan import SessionPlan, has_chosen_plan
 from nbdist.client.start.start_options import start_options
@@ -147,7 +145,7 @@ class Session(RankRequests):
         self._settings, self._nodes = nodes_wanted(given)
         self._rank_set = RankSet(farewell.linger_or_default(self._settings.linger), self._settings.keep)
         self._plan = SessionPlan()
-        self._watch_end(expected_end(self._settings))
+        self._watches = Watches(self, self._rank_set, self._settings, expected_end(self._settings))
         options = self._start_options(self._settings.num_processes)
         if replace:
             _stop_others()
@@ -169,8 +167,9 @@ class Session(RankRequests):
         self._settings = StartSettings.among(msgspec.structs.asdict(began) | chosen)
         self._nodes = began.nodes
         self._plan = SessionPlan()
-        self._watch_end(None if choices.ends_at is None else ExpectedEnd(choices.ends_at, choices.end_source))
-        self._watch_for_ends()
+        expected = None if choices.ends_at is None else ExpectedEnd(choices.ends_at, choices.end_source)
+        self._watches = Watches(self, self._rank_set, self._settings, expected)
+        self._watches.begin()
         self._plan.adopt(Plan.from_json(began.choices.plan))
         farewell.watch_kernel()
         _sessions[:] = [weakref.ref(known) for known in (*known_sessions(), self)]
@@ -178,12 +177,6 @@ class Session(RankRequests):
             show(line)
         conclude(attachment.ended, show)
         self.cells = [BackgroundCell(task, None, self) for task in attachment.running]
-
-    def _watch_end(self, expected: ExpectedEnd | None) -> None:
-        self._expected = expected
-        self._end = AllocationEnd(self, weakref.ref(self._rank_set))
-        self._rank_set.on_end = self._end.hear
-        self._saves: RegularSaves | None = None
 
     def restart(
         self, num_processes: int | None = None, *, progress: Callable[[StartLine], None] = lambda line: None
@@ -203,34 +196,17 @@ class Session(RankRequests):
         return self._plan.carry(options, self._nodes)
 
     def _bring_up(self, options: StartOptions, progress: Callable[[StartLine], None]) -> None:
-        self._end.begin()
+        self._watches.end.begin()
         self._rank_set.start(options, progress, self._nodes)
-        self._expect_end(progress)
-        self._keep_choices()
-
-    def _expect_end(self, progress: Callable[[StartLine], None]) -> None:
-        """Take the end that the user names, else that of the first job."""
-        of_nodes = end_of_job(self._rank_set.ends_at)
-        if of_nodes is not None and (self._expected is None or self._expected.is_later_job(of_nodes)):
-            self._expected = of_nodes
-        self._watch_for_ends()
-        if words := self._end.words:
+        self._watches.begin()
+        if words := self._watches.end.words:
             progress(StartLine(words))
-
-    def _watch_for_ends(self) -> None:
-        self._end.expect(self._expected, self._settings.warn)
-        if self._settings.idle is not None:
-            watch_idle(self._rank_set, self._end, self._settings.idle)
-        if self._settings.every is not None:
-            self._saves = RegularSaves(self, self._rank_set, self._settings.every)
-            self._saves.start()
+        self._keep_choices()
 
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
-        end = self._expected
-        at, source = (end.at, end.source) if end is not None and end.at < math.inf else (None, "")
         chosen = self._settings
-        ends = at, source, chosen.warn, chosen.idle, self.saves_to, chosen.every
+        ends = *self._watches.ends, chosen.warn, chosen.idle, self.saves_to, chosen.every
         self._rank_set.traffic.send(Choices(self.plan.to_json(), chosen.on_death, self._nodes, *ends))
 
     @classmethod
@@ -351,7 +327,7 @@ class Session(RankRequests):
     @property
     def time_left(self) -> float | None:
         """Seconds until the allocation ends, or the session after SIGTERM; None: that is not known."""
-        return self._end.seconds_left
+        return self._watches.end.seconds_left
 
     @property
     def name(self) -> str:
@@ -603,12 +579,12 @@ def rank_set_of(session: Session) -> RankSet:
 
 def end_of(session: Session) -> AllocationEnd:
     """Return what is known of the end of a session's allocation."""
-    return session._end
+    return session._watches.end
 
 
-def saves_of(session: Session) -> str:
-    """Return when a session was last saved by the clock, in words; "" if it is not."""
-    return session._saves.words if session._saves is not None else ""
+def lines_of_watches(session: Session) -> list[str]:
+    """Return lines for `status` on the end of a session's allocation, and on its regular saves."""
+    return session._watches.words
 
 
 def outlive_deaths(session: Session, attempt: Callable[[], T], report: Callable[[str], object] = print) -> T:

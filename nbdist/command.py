@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbdist.errors import PackageError, SessionError, UsageError
+from nbdist.errors import NbdistError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.arguments = for_script
     try:
         return int(parsed.run(parsed))
-    except (PackageError, UsageError, SessionError) as error:
+    except NbdistError as error:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2
 
@@ -89,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
         "--take", action="store_true", help="take it even from a notebook that is using it, which then loses it"
     )
     attach.set_defaults(run=_attach)
+    save = verbs.add_parser("save", help="save a session that no notebook is attached to")
+    save.add_argument("name", metavar="SESSION", help="its name in `nbdist ls`, or the beginning of the name")
+    save.add_argument("directory", metavar="DIR", nargs="?", help="where saves are (default: as in `start --save`)")
+    save.add_argument("--keep", type=int, default=2, metavar="N", help="how many saves may stay there (default: 2)")
+    save.add_argument("--stop", action="store_true", help="stop first what ranks run, at the same step if they train")
+    save.add_argument("--left", type=float, help=argparse.SUPPRESS)  # seconds that ranks go on without a client
+    save.set_defaults(run=_save)
     follow = verbs.add_parser("follow", help="watch a session that another notebook is using; Ctrl-C leaves")
     follow.add_argument("name", metavar="SESSION", nargs="?", help="its name in `nbdist ls` (default: the only one)")
     follow.set_defaults(run=_follow)
@@ -159,6 +166,13 @@ def _attach(parsed: argparse.Namespace) -> int:
     from nbdist.client.magics.terminal import prompt
 
     prompt(parsed.name, take=parsed.take)
+    return 0
+
+
+def _save(parsed: argparse.Namespace) -> int:
+    from nbdist.client.magics.terminal import save
+
+    save(parsed.name, parsed.directory, keep=parsed.keep, stop=parsed.stop, left=parsed.left)
     return 0
 
 

@@ -27,10 +27,12 @@ from nbdist.controller.base.outputlog import LastOutput, OutputLog, Part
 from nbdist.controller.base.rank_order import Rank
 from nbdist.controller.clients.client_side import ClientSide
 from nbdist.controller.clients.takeover import attached, hindrance, started_with
+from nbdist.controller.clients.unattended_save import UnattendedSave
 from nbdist.controller.clients.visitors import Visitors, cells_run, status_of
 from nbdist.controller.nodes.node_table import KnownNode, NodeTable
 from nbdist.controller.ranks.members import Members
 from nbdist.controller.ranks.rank_sets import RankSets
+from nbdist.visits import name_of
 from nbdist.wire.base.message import VERSION, Handlers, Hello, Message
 from nbdist.wire.bundle import unbundled
 from nbdist.wire.frames import sequence_of
@@ -132,6 +134,9 @@ class Controller:
             )
             self._from_client = self._handlers_of_client()
             self._from_agent = self._handlers_of_agents()
+            self._save = UnattendedSave(
+                self._side, self._sets, self._poller, name_of(self._router.key_file), self._note
+            )
             self._introduce(log.folder)
             undo.pop_all()
 
@@ -172,6 +177,8 @@ class Controller:
                 self._log.finish()
             if self._ends.descriptor in ready:
                 self._announce_ends()
+            if self._save.descriptor in ready:
+                self._save.read()
             if starters in ready and (why := self._nodes.heed_starters()):
                 self._sets.nodes_fail(why)
             self._side.deliver()  # before the notebook hears of what is due, as it waits for this
@@ -196,7 +203,7 @@ class Controller:
 
     def _patience(self) -> int | None:
         members = self._members.due() if self._members is not None else None
-        dues = [self._side.leave_at, self._nodes.due(), self._visitors.descriptions.due(), members]
+        dues = [self._side.leave_at, self._nodes.due(), self._visitors.descriptions.due(), members, self._save.due()]
         due = min(due for due in dues if due is not None)
         return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
@@ -205,6 +212,7 @@ class Controller:
         self._nodes.tick(now)
         self._visitors.descriptions.tick(now)
         (self._members or self._sets).tick(now)
+        self._save.tick(now)
 
     @property
     def _members(self) -> Members | None:
@@ -402,6 +410,12 @@ class Controller:
     def to_notebook(self, message: Message) -> None:
         """Send to the client, if there is one."""
         self._side.send(message)
+        if isinstance(message, EndAnnounced):
+            self._save.announced()
+
+    def _note(self, text: str) -> None:
+        """Keep a line for the next client."""
+        self.to_notebook(Notice(text))
 
     def _keep(self, serial: int, number: int, rank: int, stream: int, data: bytes) -> None:
         """Log what a rank printed. Without a notebook, the log consumes the output and so pays for it."""

@@ -46,6 +46,7 @@ ALLOWED = {
     "wire.pages": "wire.messages",
     "wire": "wire.base wire.messages wire.processes wire.questions",
     "transfer": "metrics.node wire wire.base",
+    "visits": "wire wire.base wire.messages",
     # training code
     "train": "metrics.node plan planning",
     "train.collective": "train",
@@ -83,11 +84,10 @@ ALLOWED = {
     "controller.cells": "controller.base controller.nodes wire wire.base wire.messages wire.questions",
     "controller.ranks": "controller.base controller.cells controller.nodes wire wire.base wire.messages wire.questions",
     "controller.clients": "controller.base controller.ranks wire wire.base wire.messages wire.processes wire.questions",
-    "controller": "controller.base controller.clients controller.nodes controller.ranks wire wire.base wire.messages "
-    "wire.processes wire.questions",
+    "controller": "controller.base controller.clients controller.nodes controller.ranks visits wire wire.base "
+    "wire.messages wire.processes wire.questions",
     "cluster.engines": "wire.processes",
     "cluster": "cluster.engines devices wire wire.base wire.processes",
-    "visits": "wire wire.base wire.messages",
     # the notebook
     "client.output": "shells wire.messages",
     "client.base": "shells transfer wire.base wire.messages wire.questions",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from nbdist.base.text import span
 from nbdist.client.session.following import Following
 from nbdist.client.session.session import Session
-from nbdist.errors import SessionClosed
+from nbdist.errors import SessionClosed, SessionError, UsageError
 
 
 def prompt(name: str | None, *, take: bool) -> None:
@@ -43,6 +45,31 @@ def follow(name: str | None) -> None:
         UsageError: There is no such session, or several.
     """
     Following(name).wait()
+
+
+def save(name: str, directory: str | None, *, keep: int, stop: bool, left: float | None) -> None:
+    """Save a session that has no client, and leave it to whoever attaches.
+
+    Args:
+        name: The session's name, or the beginning of it.
+        directory: Where saves are; None: as it was started with.
+        keep: How many saves may stay there.
+        stop: Whether to stop first what ranks run.
+        left: Seconds that the ranks go on without anybody; None: as long as after a crash.
+
+    Raises:
+        UsageError: There is no such session, it has a client, or there is no folder; nothing has changed.
+        SessionBusy: Ranks run something else than one cell that trains on all of them.
+        CheckpointError: It could not be written; earlier saves are whole.
+    """
+    session = Session.attach(name, keep=True)
+    try:
+        if not (target := directory or session.saves_to):
+            raise UsageError(f"session {session.name} was started without --save: `nbdist save {session.name} DIR`")
+        print(session.save(target, keep=keep, stop=stop))
+    finally:
+        with contextlib.suppress(SessionError):  # it has ended
+            session.detach(left)
 
 
 def leave(session: Session) -> None:

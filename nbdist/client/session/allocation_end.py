@@ -9,9 +9,9 @@ import weakref
 
 from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.reports.announced_end import describe_end, when
-from nbdist.client.session.save_at_end import LEAD, Savable, describe_save, save_at_end
+from nbdist.client.session.save_at_end import Savable, describe_save, save_at_end
 from nbdist.client.start.expected_end import ExpectedEnd
-from nbdist.wire.messages.announcements import EndAnnounced, EndSource
+from nbdist.wire.messages.announcements import SAVE_LEAD, EndAnnounced, EndSource
 from nbdist.wire.messages.output import Notice
 
 _TOGETHER = 30.0  # seconds within which the same signal to several processes is one announcement
@@ -131,11 +131,11 @@ class AllocationEnd:
         rest = threading.Event()
         first = self.seconds_left
         while self._is_open() and (left := self.seconds_left) is not None:
-            if left <= LEAD:
+            if left <= SAVE_LEAD:
                 return True
             if first is not None and left > first:
                 return False
-            rest.wait(min(_LOOK_AGAIN, left - LEAD))
+            rest.wait(min(_LOOK_AGAIN, left - SAVE_LEAD))
         return False
 
     def _is_open(self) -> bool:

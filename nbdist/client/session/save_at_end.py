@@ -9,8 +9,6 @@ from nbdist.client.saving.save import SaveReport
 from nbdist.errors import NbdistError
 from nbdist.wire.messages.announcements import EndAnnounced
 
-LEAD = 120.0  # seconds before an end by the clock, enough for some 70 GB a rank
-
 
 class Savable(Protocol):
     """A session, as far as its end needs it."""

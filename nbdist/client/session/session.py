@@ -206,7 +206,8 @@ class Session(RankRequests):
     def _keep_choices(self) -> None:
         """Give the controller what a client that attaches has to know."""
         chosen = self._settings
-        ends = *self._watches.ends, chosen.warn, chosen.idle, self.saves_to, chosen.every
+        saves_to = os.path.abspath(self.saves_to) if self.saves_to else ""  # another client may be in another folder
+        ends = *self._watches.ends, chosen.warn, chosen.idle, saves_to, chosen.every
         self._rank_set.traffic.send(Choices(self.plan.to_json(), chosen.on_death, self._nodes, *ends))
 
     @classmethod

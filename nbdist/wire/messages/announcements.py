@@ -6,6 +6,8 @@ from typing import Literal
 
 from nbdist.wire.base.message import Message, Seconds
 
+SAVE_LEAD = 120.0  # seconds before an end by the clock when a session is saved, enough for some 70 GB a rank
+
 EndSource = Literal["SIGUSR1", "SIGTERM", "clock", "idle"]
 Recipient = Literal["controller", "agent", "rank", "notebook"]
 

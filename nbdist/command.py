@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("file", metavar="SCRIPT.py|NOTEBOOK.ipynb")
     run.add_argument("output", metavar="OUT.ipynb", nargs="?", help="where to save the notebook with its outputs")
     run.add_argument("-n", "--num-processes", type=int, metavar="N", help="number of ranks (default: one per GPU)")
+    run.add_argument("--on", metavar="PROFILE", help="on the machines of a profile, with -n ranks on each")
     run.add_argument(
         "-p",
         "--parameters",
@@ -214,11 +215,12 @@ def _run(parsed: argparse.Namespace) -> int:
             raise UsageError(
                 f"{file} is a script: pass its arguments after --, as in `nbdist run {file} -n 2 -- --lr 0.1`"
             )
-        return run_script.run(file, parsed.arguments, parsed.num_processes)
+        return run_script.run(file, parsed.arguments, parsed.num_processes, parsed.on)
     if parsed.arguments:
         raise UsageError("a notebook takes parameters, not arguments after --: `-p lr 0.1`")
     output = Path(parsed.output or file.with_name(f"{file.stem}.out.ipynb"))
-    return run_notebook.run(file, output, dict(parsed.parameters), parsed.num_processes, force=parsed.force)
+    parameters = dict(parsed.parameters)
+    return run_notebook.run(file, output, parameters, parsed.num_processes, parsed.on, force=parsed.force)
 
 
 def _examine(parsed: argparse.Namespace) -> int:

@@ -28,10 +28,19 @@ from nbdist.program.notebook_client import make_client
 
 _AGAIN, _PATIENCE = 5.0, 20.0  # seconds until an interrupt is repeated, and until the kernel is killed
 _START = re.compile(r"^(%(?:distributed|dist)[ \t]+start\b)(.*)$", re.MULTILINE)
+_PLACE = re.compile(r"(?<!\S)--on[ \t=]+\S+")
 _COUNT = re.compile(r"(?<!\S)(?:-n|--num-processes)(?:[ \t=]+(?:\{[^}]*\}|\S+)|\d+)")
 
 
-def run(notebook: Path, output: Path, parameters: Mapping[str, str], count: int | None, *, force: bool = False) -> int:
+def run(
+    notebook: Path,
+    output: Path,
+    parameters: Mapping[str, str],
+    count: int | None,
+    on: str | None = None,
+    *,
+    force: bool = False,
+) -> int:
     """Run a notebook, and save it with its outputs, also if a cell fails or the run is interrupted.
 
     Args:
@@ -39,6 +48,7 @@ def run(notebook: Path, output: Path, parameters: Mapping[str, str], count: int 
         output: Where to save it.
         parameters: The new values of variables of the cell tagged `parameters`, as they were typed.
         count: Number of ranks in place of that of its `%distributed start`; None: as it says.
+        on: The profile of the machines in place of that line's; None: as it says.
         force: Whether to overwrite the output.
 
     Returns:
@@ -53,7 +63,9 @@ def run(notebook: Path, output: Path, parameters: Mapping[str, str], count: int 
     _check_output(notebook, output, force)
     _set_parameters(content, parameters, nbformat, notebook)
     if count is not None:
-        _set_count(content, count, notebook)
+        _set_flag(content, f"-n {count}", _COUNT, notebook)
+    if on is not None:
+        _set_flag(content, f"--on {on}", _PLACE, notebook)
     reason, code = "", 0
     client = make_client(nbclient, content, notebook.parent)
     began = time.monotonic()
@@ -151,16 +163,17 @@ def _value(text: str) -> Any:
     return words[text] if text in words else number_or_text(text)
 
 
-def _set_count(content: Any, count: int, notebook: Path) -> None:
-    """Have the notebook start another number of ranks."""
+def _set_flag(content: Any, flag: str, former: re.Pattern[str], notebook: Path) -> None:
+    """Have the notebook start its ranks with a flag, in place of the one that it has."""
     changed = 0
     for cell in content.cells:
         if cell.cell_type == "code":
             before = copy.copy(cell.source)
-            cell.source = _START.sub(lambda line: f"{line[1]} -n {count}{_COUNT.sub('', line[2]).rstrip()}", before)
+            cell.source = _START.sub(lambda line: f"{line[1]} {flag}{former.sub('', line[2]).rstrip()}", before)
             changed += cell.source != before or _START.search(before) is not None
     if not changed:
-        raise UsageError(f"{notebook} has no line `%distributed start`, which -n would change: leave out -n")
+        name = flag.partition(" ")[0]
+        raise UsageError(f"{notebook} has no line `%distributed start`, which {name} would change: leave out {name}")
 
 
 class Execution:

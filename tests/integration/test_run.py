@@ -148,6 +148,7 @@ def test_a_signal_ends_a_notebook_which_is_saved(number: signal.Signals, code: i
         (["none.py"], "there is no file none.py"),
         (["none.ipynb"], "none.ipynb can't be read (No such file or directory)"),
         (["train.py", "-n", "0"], "num_processes"),
+        (["train.py", "--on", "nowhere"], "nowhere"),
         (["train.py", "-p", "lr", "3"], "train.py is a script: pass its arguments after --"),
         (["this.ipynb", "--", "--lr", "3"], "a notebook takes parameters, not arguments after --: `-p lr 0.1`"),
         (["this.ipynb", "-p", "lrr", "3"], "has no parameter 'lrr': did you mean lr?"),

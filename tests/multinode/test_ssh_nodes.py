@@ -135,6 +135,17 @@ def test_a_launch_that_fails_on_another_node_names_its_rank_and_leaves_nothing(
     assert wait_for_end(server.nodes()) == []
 
 
+def test_a_script_runs_on_the_nodes_of_a_profile(kernel: Kernel, server: SshServer, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\ndist.init_process_group('gloo')\ntotal = torch.ones(1)\n"
+        "dist.all_reduce(total)\nprint(total.item(), os.environ['GROUP_RANK'], __name__)"
+    )
+    said = kernel.ok(f"import sys\n!{{sys.executable}} -m nbdist run {script} --on pair").stdout
+    assert "3.0 0 __main__" in said and "3.0 1 __main__" in said and "3 ranks, " in said, said
+    assert wait_for_end(server.nodes()) == []
+
+
 def test_a_function_is_launched_on_a_session_whose_variables_stay(kernel: Kernel) -> None:
     kernel.ok(f"{LAUNCH}\n%distributed start --on pair")
     kernel.run("%%distributed\nkept = rank + 10")

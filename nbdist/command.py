@@ -79,8 +79,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="show the last N collectives (default: 20)",
     )
+    look.add_argument(
+        "--run",
+        dest="codes",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="pause all ranks after the same step, and run this there; -: from stdin; may be repeated",
+    )
+    look.add_argument("-r", "--ranks", default="all", help="with --run: which ranks, for example 0,2-3 (default: all)")
+    look.add_argument(
+        "--for",
+        dest="limit",
+        default="60s",
+        metavar="TIME",
+        help="with --run: how long the ranks may be paused at most: 90s, 5m (default: 60s)",
+    )
     look.set_defaults(run=_look)
     serve = verbs.add_parser("serve", help="run a script so that `nbdist look` shows what it does")
+    serve.add_argument(
+        "--control", action="store_true", help="allow `nbdist look --run`, which pauses it and runs code"
+    )
     serve.add_argument("script", metavar="SCRIPT.py")
     serve.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
     attach = verbs.add_parser("attach", help="take over a session: a prompt whose cells run on its ranks")
@@ -146,8 +165,28 @@ def _list(parsed: argparse.Namespace) -> int:
 def _look(parsed: argparse.Namespace) -> int:
     from nbdist.jobs.job_report import named_job, report
 
+    if parsed.codes:
+        return _run_in_job(parsed)
     print(report(named_job(parsed.name), stacks=parsed.stacks, collectives=parsed.flight))
     return 0
+
+
+def _run_in_job(parsed: argparse.Namespace) -> int:
+    from nbdist.base.text import parse_duration
+    from nbdist.jobs.job_code import run_in_job
+    from nbdist.jobs.job_report import named_job
+
+    limit = parse_duration(parsed.limit)
+    if not limit:
+        raise UsageError(f"--for takes a time, as 90s or 5m, not {parsed.limit!r}")
+    codes = [sys.stdin.read() if code == "-" else code for code in parsed.codes]
+    try:
+        done = run_in_job(named_job(parsed.name), codes, parsed.ranks, limit)
+    except KeyboardInterrupt:
+        print("nbdist: interrupted; all ranks go on", file=sys.stderr)
+        return 130
+    print(done.text)
+    return 1 if done.failed else 0
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -155,7 +194,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     from nbdist.serving.served_script import read_script, serve_script
 
     try:
-        code = read_script(parsed.script)
+        code = read_script(parsed.script, control=parsed.control)
     except UsageError as error:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2

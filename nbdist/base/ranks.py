@@ -13,7 +13,9 @@ _NO_NODES: Mapping[str, Sequence[int]] = {}
 _PIECE = re.compile(r"(?P<first>[0-9]+)(?:\s*-\s*(?P<last>[0-9]+))?")
 
 
-def parse_ranks(text: str, world_size: int, nodes: Mapping[str, Sequence[int]] = _NO_NODES) -> tuple[int, ...]:
+def parse_ranks(
+    text: str, world_size: int, nodes: Mapping[str, Sequence[int]] = _NO_NODES, *, of: str = "session"
+) -> tuple[int, ...]:
     """Read a set of ranks.
 
     Args:
@@ -21,6 +23,7 @@ def parse_ranks(text: str, world_size: int, nodes: Mapping[str, Sequence[int]] =
             don't matter.
         world_size: Number of ranks in the session, at least 1.
         nodes: The ranks of each node, by its name; empty with one node.
+        of: What has these ranks, for error messages.
 
     Returns:
         The ranks, each once, in ascending order.
@@ -33,8 +36,8 @@ def parse_ranks(text: str, world_size: int, nodes: Mapping[str, Sequence[int]] =
     ranks: set[int] = set()
     for piece in map(str.strip, text.split(",")):
         if not piece:
-            raise UsageError(f"a rank is missing in {text!r}: the session {_allowed(world_size)}")
-        ranks.update(_ranks_of(piece[1:], nodes) if piece[:1] == "@" else _parse_piece(piece, world_size))
+            raise UsageError(f"a rank is missing in {text!r}: the {of} {_allowed(world_size)}")
+        ranks.update(_ranks_of(piece[1:], nodes) if piece[:1] == "@" else _parse_piece(piece, world_size, of))
     return tuple(sorted(ranks))
 
 
@@ -46,18 +49,18 @@ def _ranks_of(node: str, nodes: Mapping[str, Sequence[int]]) -> Sequence[int]:
     raise UsageError(f"'@{node}' is not a machine of this session: it has {', '.join(f'@{name}' for name in nodes)}")
 
 
-def _parse_piece(piece: str, world_size: int) -> range:
+def _parse_piece(piece: str, world_size: int, of: str) -> range:
     match = _PIECE.fullmatch(piece)
     if match is None:
-        raise UsageError(f"'{piece}' isn't a rank or a range of ranks: the session {_allowed(world_size)}")
+        raise UsageError(f"'{piece}' isn't a rank or a range of ranks: the {of} {_allowed(world_size)}")
     first = match["first"]
     last = match["last"] or first
     for number in (first, last):
         # The length first: int() refuses thousands of digits with advice that is not for our users.
         if len(number.lstrip("0")) > len(str(world_size)) or int(number) >= world_size:
-            raise UsageError(f"rank {number} isn't in this session: it {_allowed(world_size)}")
+            raise UsageError(f"rank {number} isn't in this {of}: it {_allowed(world_size)}")
     if int(last) < int(first):
-        raise UsageError(f"'{piece}' counts down: write {last}-{first}; the session {_allowed(world_size)}")
+        raise UsageError(f"'{piece}' counts down: write {last}-{first}; the {of} {_allowed(world_size)}")
     return range(int(first), int(last) + 1)
 
 

@@ -26,7 +26,7 @@ from nbdist.serving.look_messages import (
     short_path,
 )
 
-_ANSWER_LIMIT = 3.0  # seconds
+ANSWER_LIMIT = 3.0  # seconds
 _AT_ONCE = 16
 _LARGEST_ENVIRONMENT = 1 << 20
 _OWN_RANK = "nbdist.worker.rank"  # in the command of a session's rank that is a Python of its own
@@ -153,10 +153,10 @@ def _ask(process: JobProcess, request: LookRequest) -> RankLook | str:
         return "does not answer looks"
     try:
         with socket.socket(socket.AF_UNIX) as connection, short_path(process.address) as path:
-            connection.settimeout(_ANSWER_LIMIT)
+            connection.settimeout(ANSWER_LIMIT)
             connection.connect(path)
             send(connection, request)
-            answer: RankLook | LookFailed = receive(connection, RankLook | LookFailed)  # type: ignore[arg-type]
+            answer: RankLook | LookFailed = receive(connection, RankLook | LookFailed)
             return answer if isinstance(answer, RankLook) else f"can't be looked at ({answer.why})"
     except TimeoutError:
         return "in a call that blocks Python"

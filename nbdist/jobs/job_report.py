@@ -88,6 +88,7 @@ def _status(job: FoundJob, looks: Mapping[int, RankLook | str]) -> str:
 def _cells(look: RankLook) -> tuple[str, ...]:
     rate = f" of {duration(look.step_seconds)}" if look.step_seconds else ""
     where = f"{look.line} (in {look.collective})" if look.collective else look.line
+    where = f"paused by a look, after {where}" if look.paused else where
     return (
         f"{look.steps:,}{rate}",
         f"{span(look.since_step)} ago" if look.since_step >= 0 else "none yet",

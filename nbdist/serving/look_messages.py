@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import TypeVar
 
 import msgspec
@@ -36,7 +37,8 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     began to answer, seconds since 1970. steps: optimizer steps since then. step_seconds: of one, over the last ones; 0:
     not known. since_step: seconds since the last one; -1: there was none. line: the user's innermost line. stack: the
     main thread's, a line per call. collective: the torch.distributed call it is in. memory: bytes of CPU memory.
-    gpu_memory: in tensors; -1: it uses no GPU, or can't be asked now. flight: if asked for.
+    gpu_memory: in tensors; -1: it uses no GPU, or can't be asked now. paused: by a look.
+    flight: if asked for.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     collective: str
     memory: int
     gpu_memory: int
+    paused: bool = False
     flight: Flight | None = None
 
 
@@ -97,8 +100,8 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
 
 
-def receive(connection: socket.socket, kind: type[M]) -> M:
-    """Return the message that has been sent, of this type.
+def receive(connection: socket.socket, kind: type[M] | UnionType) -> M:
+    """Return the message that has been sent, of this type or one of these types.
 
     Raises:
         OSError: The other side is gone, or late.
@@ -107,7 +110,8 @@ def receive(connection: socket.socket, kind: type[M]) -> M:
     size = int.from_bytes(_exactly(connection, _LENGTH), "little")
     if size > _LARGEST:
         raise OSError(f"a message of {size:,} bytes")
-    return msgspec.msgpack.decode(_exactly(connection, size), type=kind)
+    message: M = msgspec.msgpack.decode(_exactly(connection, size), type=kind)
+    return message
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -1,22 +1,20 @@
 """Answers looks in a process of a job, in a thread of its own: what it does, where it is, what it holds.
 
-Counts optimizer steps by torch's own hook, once torch is there. Imports neither torch nor IPython before a look.
+Counts optimizer steps by torch's own hook, once torch is there, and stands still after one if that is allowed.
+Imports neither torch nor IPython before a look.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import linecache
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -24,6 +22,7 @@ import msgspec
 from nbdist.base import limits
 from nbdist.cluster.launchers import RankOfJob, rank_of_job
 from nbdist.errors import UsageError
+from nbdist.serving.control_messages import TakeControl
 from nbdist.serving.look_messages import (
     FOLDER_VARIABLE,
     LookFailed,
@@ -35,20 +34,25 @@ from nbdist.serving.look_messages import (
     send,
     short_path,
 )
+from nbdist.serving.optimizer_watch import HookTaker, once_optimizers_are_there
+from nbdist.serving.script_frame import script_line
+from nbdist.serving.step_pause import StepPause
 from nbdist.wire.questions.stopping import Flight
 
-_LOOK_FOR_TORCH = 0.2  # seconds
 _ANSWER_LIMIT = 5.0  # seconds for the other side to ask and to take the answer
 _STEPS = 20  # whose mean time is told
-_WIDEST = 60  # characters of a line of code that are shown
 _served: ServedRank | None = None
 
 
-def serve() -> str:
+def serve(*, control: bool = False) -> str:
     """Let this user look into this process: `nbdist ls` shows its job, `nbdist look JOB` what its ranks do.
 
     To be called once in each process of a job, anywhere in a script. It starts a thread that sleeps until somebody
-    looks, and counts optimizer steps. Only the user who runs the job reaches it. Calling it again changes nothing.
+    looks, and counts optimizer steps. Only the user who runs the job reaches it. Calling it again changes nothing,
+    except that it may allow control.
+
+    Args:
+        control: Whether `nbdist look JOB --run CODE` may pause this process after a step and run code in it.
 
     Returns:
         The job's name.
@@ -60,6 +64,8 @@ def serve() -> str:
     if _served is None or _served.pid != os.getpid():
         _served = ServedRank()
         _served.start()
+    if control:
+        _served.pause.allowed = True
     return _served.job
 
 
@@ -69,6 +75,7 @@ class ServedRank:
     Attributes:
         job: The name of its job.
         pid: As it was made.
+        pause: Where it stands still if somebody wants that.
     """
 
     def __init__(self) -> None:
@@ -79,6 +86,7 @@ class ServedRank:
         self._steps = 0
         self._times: deque[float] = deque(maxlen=_STEPS + 1)
         self._hooked = False
+        self.pause = StepPause(self._pace)
         self._gpu: Any = None
         self._path = _own_folder() / f"{self.job}-{self._place.rank}-{self.pid}"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -96,28 +104,43 @@ class ServedRank:
         except OSError as error:
             raise UsageError(f"nbdist can't serve this process at {self._path}: {error.strerror}") from None
         self._listener.listen()
-        self._listener.settimeout(_LOOK_FOR_TORCH)
-        os.register_at_fork(after_in_child=self._listener.close)
+        os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._end)
+        once_optimizers_are_there(self._hook_steps)
         threading.Thread(target=self._run, name="nbdist-serve", daemon=True).start()
 
     def _end(self) -> None:
         if os.getpid() == self.pid:
             self._path.unlink(missing_ok=True)
 
+    def _forget(self) -> None:
+        """Leave those who look to the process that a child was forked from."""
+        self._listener.close()
+        self.pause.forget()
+
     def _run(self) -> None:
         while True:
-            if not self._hooked:
-                self._hook_steps()
             try:
                 connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
             except OSError:  # the process ends
                 return
-            with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
-                connection.settimeout(_ANSWER_LIMIT)
-                send(connection, self._answer(receive(connection, LookRequest)))
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                self._receive(connection)
+
+    def _receive(self, connection: socket.socket) -> None:
+        with contextlib.ExitStack() as unless_attended:
+            unless_attended.callback(connection.close)
+            connection.settimeout(_ANSWER_LIMIT)
+            request: LookRequest | TakeControl = receive(connection, LookRequest | TakeControl)
+            if isinstance(request, LookRequest):
+                send(connection, self._answer(request))
+                return
+            connection.settimeout(None)
+            unless_attended.pop_all()
+        attend = threading.Thread(
+            target=self.pause.attend, args=(connection, request), name="nbdist-serve-control", daemon=True
+        )
+        attend.start()
 
     def _answer(self, request: LookRequest) -> RankLook | LookFailed:
         try:
@@ -125,27 +148,29 @@ class ServedRank:
         except Exception as error:  # of whatever is looked at: the thread must outlive it
             return LookFailed(f"{type(error).__name__}: {error}")
 
-    def _hook_steps(self) -> None:
-        """Count steps from now on, if torch has been imported; then there is nothing more to wait for."""
-        optimizers: Any = sys.modules.get("torch.optim.optimizer")
-        register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-        if register is not None:
-            register(self.step_made)
-            self._hooked = True
-            self._listener.settimeout(None)
+    def _hook_steps(self, register: HookTaker) -> None:
+        register(self.step_made)
+        self._hooked = True
 
     def step_made(self, *_: object) -> None:
         """Note that an optimizer has made a step: torch's hook."""
         self._steps += 1
         self._times.append(time.monotonic())
+        if self._steps >= self.pause.target and self.pause.reached(self._steps, sys._getframe(1)):
+            self._times = deque([time.monotonic()], maxlen=_STEPS + 1)  # none is to have that pause in it
+
+    def _pace(self) -> tuple[int, float]:
+        """Return the steps so far, and the seconds of one of the last."""
+        times = list(self._times)
+        return self._steps, (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
     def _look(self, request: LookRequest) -> RankLook:
         from nbdist.metrics.node import host
         from nbdist.worker.cell import stacks
 
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        times = list(self._times)
-        mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+        steps, mean = self._pace()
+        last = self._times[-1] if steps else None
         return RankLook(
             self._place.rank,
             self._place.world_size,
@@ -153,14 +178,15 @@ class ServedRank:
             self.pid,
             str(getattr(sys.modules["__main__"], "__file__", None) or ""),
             self._since,
-            self._steps,
+            steps,
             mean,
-            time.monotonic() - times[-1] if times else -1.0,
-            _line(frame),
+            time.monotonic() - last if last is not None else -1.0,
+            script_line(frame),
             stacks.render_script(frame),
             stacks.torch_call(frame).name,
             host.private_memory(),
             self._gpu_memory(),
+            self.pause.standing,
             self._flight(request.collectives) if request.collectives else None,
         )
 
@@ -203,18 +229,3 @@ def _own_folder() -> Path:
             f"{path} must belong to you and to nobody else: remove it, or name another with {FOLDER_VARIABLE}"
         )
     return path
-
-
-def _line(frame: FrameType) -> str:
-    """Return the innermost line of the user's own code, "" for none."""
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    ours = str(Path(__file__).parents[1])
-    current: FrameType | None = frame
-    while current is not None:
-        file = current.f_code.co_filename
-        if not file.startswith((*libraries, ours, "<")):
-            code = linecache.getline(file, current.f_lineno).strip()
-            shown = code if len(code) <= _WIDEST else f"{code[: _WIDEST - 1]}…"
-            return f"{os.path.basename(file)}:{current.f_lineno}: {shown}"
-        current = current.f_back
-    return ""

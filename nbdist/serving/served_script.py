@@ -11,11 +11,12 @@ from nbdist.errors import UsageError
 from nbdist.serving.served_rank import serve
 
 
-def read_script(script: str) -> types.CodeType:
+def read_script(script: str, *, control: bool = False) -> types.CodeType:
     """Return a script's code.
 
     Args:
         script: Its path.
+        control: Whether others may pause it and run code in it.
 
     Raises:
         UsageError: It can't be read, or the place for this process's socket can't be used.
@@ -25,7 +26,7 @@ def read_script(script: str) -> types.CodeType:
         code = compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
         raise UsageError(f"{script} can't be read: {error.strerror}") from None
-    serve()
+    serve(control=control)
     return code
 
 

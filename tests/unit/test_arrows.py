@@ -126,7 +126,7 @@ ALLOWED = {
     "program": "client.session export.source launcher metrics metrics.node",
     # a process of somebody else's job, and a look into it
     "serving": "cluster metrics.node wire.questions worker.cell worker.control worker.groups",
-    "jobs": "agent client.reports cluster serving",
+    "jobs": "agent client.output client.reports cluster serving",
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
     # the command line

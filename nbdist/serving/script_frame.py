@@ -1,0 +1,45 @@
+"""Where a thread is in the user's own script: its innermost frame there, its line, and the names in it."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_OURS = str(Path(__file__).parents[1])
+_WIDEST = 60  # characters of a line of code that are shown
+
+
+def script_frame(frame: FrameType) -> FrameType | None:
+    """Return the innermost frame of the user's own code; None: there is none."""
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    current: FrameType | None = frame
+    while current is not None and current.f_code.co_filename.startswith((*libraries, _OURS, "<")):
+        current = current.f_back
+    return current
+
+
+def script_line(frame: FrameType) -> str:
+    """Return the innermost line of the user's own code, "" for none."""
+    found = script_frame(frame)
+    if found is None:
+        return ""
+    file = found.f_code.co_filename
+    code = linecache.getline(file, found.f_lineno).strip()
+    shown = code if len(code) <= _WIDEST else f"{code[: _WIDEST - 1]}…"
+    return f"{os.path.basename(file)}:{found.f_lineno}: {shown}"
+
+
+def names_in(frame: FrameType) -> dict[str, Any]:
+    """Return the names of a function's frame with their values; {} for the top of a module."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return {}
+    names = dict(frame.f_locals)
+    if sys.version_info < (3, 13):  # the frame keeps its snapshot, and so tensors longer than the function does
+        frame.f_locals.clear()
+    return names

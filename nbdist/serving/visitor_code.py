@@ -1,0 +1,143 @@
+"""Runs code of a visitor in the main program of this process, like a cell: what it prints and returns is text.
+
+Independent of connections and of when it may run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator, KeysView
+from types import FrameType
+from typing import Any, Literal
+
+from nbdist.base.text import size
+from nbdist.serving.control_messages import CodeRan, PrintedText
+from nbdist.serving.script_frame import names_in, script_frame
+
+_FILE = "<look>"
+_MOST = 1 << 20  # characters that are kept of what code prints
+
+
+class VisitorNames(dict[str, Any]):
+    """The globals of a visitor's code: those of the main program, and the names of a frame, which are only read.
+
+    What code assigns goes to the main program, and hides the frame's name.
+
+    Args:
+        frame: Where the main thread is.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        super().__init__()
+        inner = script_frame(frame)
+        self._frame = names_in(inner) if inner is not None else {}
+        self._main = vars(sys.modules["__main__"])
+
+    def __missing__(self, name: str) -> Any:
+        return self._frame[name] if name in self._frame else self._main[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._frame.pop(name, None)
+        self._main[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._main[name]
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        """Return all names, which `dir()` shows."""
+        return {**self._main, **self._frame}.keys()
+
+    def settle(self) -> None:
+        """Move what functions of the code have assigned by `global`, which does not come by here, to its place."""
+        for name, value in list(dict.items(self)):
+            if name != "__builtins__":
+                self[name] = value
+                dict.__delitem__(self, name)
+
+    def forget_frame(self) -> None:
+        """Keep nothing of the frame alive, whoever holds a function that the code has defined."""
+        self._frame.clear()
+
+
+def run_code(code: str, names: VisitorNames) -> CodeRan:
+    """Run code, and return what it printed, with the value of its last expression or its traceback.
+
+    Args:
+        code: Python.
+        names: Its globals.
+
+    Raises:
+        KeyboardInterrupt: Whoever runs this process wants it to end.
+    """
+    printed = _Printed()
+    failed = False
+    linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+    try:
+        with _redirected(printed):
+            _execute(code, names)
+    except (Exception, SystemExit) as error:  # the visitor's, not the job's
+        failed = True
+        printed.add("stderr", _describe(error))
+    finally:
+        names.settle()
+        linecache.cache.pop(_FILE, None)
+    return CodeRan(printed.texts, failed)
+
+
+def _execute(code: str, names: VisitorNames) -> None:
+    tree = ast.parse(code, _FILE)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        del tree.body[-1]
+    exec(compile(tree, _FILE, "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), _FILE, "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+
+def _describe(error: BaseException) -> str:
+    """Return an error with its stack from the visitor's code inwards."""
+    stack = error.__traceback__
+    while stack is not None and stack.tb_frame.f_code.co_filename != _FILE:
+        stack = stack.tb_next
+    return "".join(traceback.format_exception(type(error), error, stack))
+
+
+class _Printed:
+    """What code has printed, up to a limit."""
+
+    def __init__(self) -> None:
+        self.texts: list[PrintedText] = []
+        self._length = 0
+
+    def add(self, stream: Literal["stdout", "stderr"], text: str) -> None:
+        if self._length < _MOST:
+            self.texts.append((stream, text[: _MOST - self._length]))
+            if self._length + len(text) > _MOST:
+                self.texts.append(("stderr", f"\n... (only the first {size(_MOST)} are shown)\n"))
+        self._length += len(text)
+
+
+class _Stream(io.TextIOBase):
+    def __init__(self, printed: _Printed, stream: Literal["stdout", "stderr"]) -> None:
+        self._printed = printed
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._printed.add(self._stream, text)
+        return len(text)
+
+
+@contextlib.contextmanager
+def _redirected(printed: _Printed) -> Iterator[None]:
+    with contextlib.redirect_stdout(_Stream(printed, "stdout")), contextlib.redirect_stderr(_Stream(printed, "stderr")):
+        yield

@@ -24,6 +24,8 @@ from .errors import SessionError as SessionError
 from .errors import StaleGroupError as StaleGroupError
 from .errors import TransferError as TransferError
 from .errors import UsageError as UsageError
+from .jobs.open_job import Job as Job
+from .jobs.open_job import job as job
 from .launcher import debug_launcher as debug_launcher
 from .launcher import notebook_launcher as notebook_launcher
 from .metrics.experiment import experiment as experiment

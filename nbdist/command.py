@@ -185,8 +185,8 @@ def _run_in_job(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("nbdist: interrupted; all ranks go on", file=sys.stderr)
         return 130
-    print(done.text)
-    return 1 if done.failed else 0
+    print(f"{done.text}{done.report}{done.pause}")
+    return 1 if done.failures else 0
 
 
 def _serve(parsed: argparse.Namespace) -> int:

@@ -19,8 +19,8 @@ from nbdist.plan import Plan
 from nbdist.planning.settings import SETTINGS
 
 _SHOWS = {
-    *("advise", "auto", "flight", "free", "logs", "memory", "panel", "peak", "snapshot", "stacks", "status"),
-    *("tflops", "variables", "why"),
+    *("advise", "auto", "flight", "free", "logs", "look", "memory", "panel", "peak", "snapshot", "stacks"),
+    *("status", "tflops", "variables", "why"),
 }
 
 

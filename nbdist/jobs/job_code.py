@@ -1,31 +1,50 @@
-"""Code that is run in a job, and what came of it as text: equal output of several ranks once."""
+"""Code that is run in a job, and what came of it by rank, and as text: equal output of several ranks once."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from nbdist.base.ranks import parse_ranks
+from nbdist.base.ranks import describe_ranks, parse_ranks
 from nbdist.base.text import duration
 from nbdist.client.output.merge import Merger
 from nbdist.client.output.page import Text
-from nbdist.errors import UsageError
+from nbdist.errors import RankError, RankFailure, UsageError
 from nbdist.jobs.found_jobs import FoundJob
 from nbdist.jobs.job_pause import LIMIT, paused
 from nbdist.serving.control_messages import CodeRan
 
 
-@dataclass(frozen=True)
+@dataclass
 class JobOutput:
     """What came of code.
 
     Attributes:
-        text: What ranks printed, and how long the job was paused.
-        failed: Whether code failed on a rank.
+        job: The name of the job.
+        printed: What ranks printed, with their last values, by rank.
+        text: The same, equal lines once.
+        failures: What went wrong, by rank.
+        report: The same as text.
+        pause: After which step the job was paused, and for how long.
     """
 
-    text: str
-    failed: bool
+    job: str
+    printed: dict[int, str] = field(default_factory=dict)
+    text: str = ""
+    failures: dict[int, RankFailure] = field(default_factory=dict)
+    report: str = ""
+    pause: str = ""
+
+    @property
+    def error(self) -> RankError | None:
+        """What to raise."""
+        if not self.failures:
+            return None
+        first = next(iter(self.failures.values()))
+        return RankError(
+            f"{describe_ranks(self.failures)} of job {self.job}: {first.text}\n{self.report.rstrip()}", self.failures
+        )
 
 
 def run_in_job(job: FoundJob, codes: Sequence[str], ranks: str = "all", limit: float = LIMIT) -> JobOutput:
@@ -43,17 +62,14 @@ def run_in_job(job: FoundJob, codes: Sequence[str], ranks: str = "all", limit: f
     for code in codes:
         _check_syntax(code)
     chosen = parse_ranks(ranks, job.world_size, of="job")
-    texts = []
-    failed = False
+    output = JobOutput(job.name)
     with paused(job, limit) as pause:
         for code in codes:
-            ends = pause.run(code, chosen)
-            texts.append(_merged(ends))
-            failed = any(not isinstance(end, CodeRan) or end.failed for end in ends.values())
-            if failed:
+            _take(output, pause.run(code, chosen))
+            if output.failures:
                 break
-    texts.append(f"paused after step {pause.step:,} for {duration(pause.seconds)}")
-    return JobOutput("".join(texts), failed)
+    output.pause = f"paused after step {pause.step:,} for {duration(pause.seconds)}"
+    return output
 
 
 def _check_syntax(code: str) -> None:
@@ -63,11 +79,31 @@ def _check_syntax(code: str) -> None:
         raise UsageError(f"invalid code, so nothing was run: {error.msg} in line {error.lineno}: {code!r}") from None
 
 
-def _merged(ends: Mapping[int, CodeRan | str]) -> str:
-    merger = Merger(ends)
+def _take(output: JobOutput, ends: Mapping[int, CodeRan | str]) -> None:
+    printed, reports = Merger(ends), Merger(ends)
     for rank, end in ends.items():
-        printed = end.printed if isinstance(end, CodeRan) else [("stderr", f"nbdist: this rank {end}\n")]
-        for stream, text in printed:
-            merger.feed(rank, "stderr" if stream == "stderr" else "stdout", text, 0.0)
+        output.printed.setdefault(rank, "")
+        for stream, text in end.printed if isinstance(end, CodeRan) else ():
+            printed.feed(rank, stream, text, 0.0)
+            output.printed[rank] += text
+        if failure := _failure(rank, end):
+            output.failures[rank] = failure
+            reports.feed(rank, "stderr", failure.traceback, 0.0)
+    output.text += _merged(printed, ends)
+    output.report += _merged(reports, ends)
+
+
+def _failure(rank: int, end: CodeRan | str) -> RankFailure | None:
+    if isinstance(end, str):
+        kind = "died" if end == "has ended" else "running"
+        return RankFailure(rank, kind, "", f"this rank {end}", f"this rank {end}\n", time.monotonic())
+    if end.failure is None:
+        return None
+    kind = "raised" if end.failure.name else "interrupted"
+    return RankFailure(rank, kind, end.failure.name, end.failure.text, end.failure.traceback, time.monotonic())
+
+
+def _merged(merger: Merger, ranks: Mapping[int, object]) -> str:
+    for rank in ranks:
         merger.finish(rank, 0.0)
     return "".join(each.text for each in merger.flush(0.0) if isinstance(each, Text))

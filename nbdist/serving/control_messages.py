@@ -62,11 +62,19 @@ class StandsStill(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
+class CodeFailure(msgspec.Struct, frozen=True):
+    """What code has raised. name: the class of the exception; "": none, it was stopped. traceback: as text."""
+
+    name: str
+    text: str
+    traceback: str
+
+
 class CodeRan(msgspec.Struct, tag=True, frozen=True):
-    """Code has ended. printed: in order, with the last expression's value or the traceback at the end."""
+    """Code has ended. printed: in order, with the last expression's value at the end."""
 
     printed: list[PrintedText]
-    failed: bool
+    failure: CodeFailure | None = None
 
 
 class WentOn(msgspec.Struct, tag=True, frozen=True):

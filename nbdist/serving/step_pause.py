@@ -20,6 +20,7 @@ from types import FrameType
 import msgspec
 
 from nbdist.serving.control_messages import (
+    CodeFailure,
     CodeRan,
     Controlled,
     ControlRefused,
@@ -37,6 +38,7 @@ from nbdist.serving.look_messages import receive, send
 from nbdist.serving.visitor_code import VisitorNames, run_code
 
 NEVER = sys.maxsize  # no step
+_STOPPED = "stopped, as its time was over or its visitor has gone"
 
 
 class _Why(enum.Enum):
@@ -174,7 +176,7 @@ class StepPause:
 
     def _run(self, visitor: _Visitor, code: str, names: VisitorNames) -> CodeRan:
         """Run code. `_CodeStopped`, which comes once or not at all, must not meet the training."""
-        ran = CodeRan([("stderr", "stopped: its time was over, or its visitor has gone\n")], True)
+        ran = CodeRan([], CodeFailure("", _STOPPED, f"{_STOPPED}\n"))
         try:
             try:
                 with self._lock:

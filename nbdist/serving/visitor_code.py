@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from nbdist.base.text import size
-from nbdist.serving.control_messages import CodeRan, PrintedText
+from nbdist.serving.control_messages import CodeFailure, CodeRan, PrintedText
 from nbdist.serving.script_frame import names_in, script_frame
 
 _FILE = "<look>"
@@ -65,7 +65,7 @@ class VisitorNames(dict[str, Any]):
 
 
 def run_code(code: str, names: VisitorNames) -> CodeRan:
-    """Run code, and return what it printed, with the value of its last expression or its traceback.
+    """Run code, and return what it printed, with the value of its last expression, and what it raised.
 
     Args:
         code: Python.
@@ -75,18 +75,17 @@ def run_code(code: str, names: VisitorNames) -> CodeRan:
         KeyboardInterrupt: Whoever runs this process wants it to end.
     """
     printed = _Printed()
-    failed = False
+    failure = None
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     try:
         with _redirected(printed):
             _execute(code, names)
     except (Exception, SystemExit) as error:  # the visitor's, not the job's
-        failed = True
-        printed.add("stderr", _describe(error))
+        failure = _describe(error)
     finally:
         names.settle()
         linecache.cache.pop(_FILE, None)
-    return CodeRan(printed.texts, failed)
+    return CodeRan(printed.texts, failure)
 
 
 def _execute(code: str, names: VisitorNames) -> None:
@@ -101,12 +100,14 @@ def _execute(code: str, names: VisitorNames) -> None:
             print(repr(value))
 
 
-def _describe(error: BaseException) -> str:
-    """Return an error with its stack from the visitor's code inwards."""
+def _describe(error: BaseException) -> CodeFailure:
+    """Describe an error with its stack from the visitor's code inwards."""
     stack = error.__traceback__
     while stack is not None and stack.tb_frame.f_code.co_filename != _FILE:
         stack = stack.tb_next
-    return "".join(traceback.format_exception(type(error), error, stack))
+    lines = traceback.format_exception(type(error), error, stack)
+    last = traceback.format_exception_only(error)[-1].strip()
+    return CodeFailure(type(error).__name__, last, "".join(lines)[-_MOST:])
 
 
 class _Printed:

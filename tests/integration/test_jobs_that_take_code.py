@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import nbdist
 from nbdist.jobs.found_jobs import find_jobs
 from nbdist.serving.look_messages import RankLook
-from testbed.kernel import wait_until
+from testbed.kernel import Kernel, wait_until
 from tests.conftest import sharing
 
 # Trains until a file is there, then for as many steps as all ranks agree on; rank 1 may stop at another file.
@@ -167,6 +168,29 @@ def test_code_runs_on_some_ranks_while_all_are_paused(shared: tuple[str, Path]) 
     )
 
 
+def test_a_notebook_runs_code_in_the_job(shared: tuple[str, Path]) -> None:
+    name, folder = shared
+    with Kernel(NBDIST_JOBS=str(folder / "sockets")) as kernel:
+        kernel.ok("%load_ext nbdist")
+        assert ", in main: " in kernel.ok(f"%distributed look {name} --stacks").stdout
+        shown = kernel.ok(f"%distributed look {name} --run 'dist.get_world_size()' -r 1").stdout
+        assert shown.startswith("[1] 2\npaused after step ")
+        failed = kernel.run(f"%distributed look {name} --run '1 / 0'")
+        assert failed.ename == "RankError" and "[0-1] ZeroDivisionError: division by zero" in failed.traceback
+
+
+def test_python_has_the_output_by_rank_and_what_failed(shared: tuple[str, Path]) -> None:
+    name, _ = shared
+    job = nbdist.job(name[:5])
+    assert (job.name, job.world_size, sorted(job.looks())) == (name, 2, [0, 1])
+    assert job.run("dist.get_rank()") == {0: "0\n", 1: "1\n"} and job.run("x = 1", [1]) == {1: ""}
+    told = f"rank 1 of job {name}: ZeroDivisionError: division by zero\n"
+    with pytest.raises(nbdist.RankError) as caught:
+        job.run("1 / (1 - dist.get_rank())")
+    assert caught.value.report.startswith(told)
+    assert {rank: failure.name for rank, failure in caught.value.failures.items()} == {1: "ZeroDivisionError"}
+
+
 def test_code_that_fails_does_not_end_the_job_and_what_follows_is_not_run(shared: tuple[str, Path]) -> None:
     name, folder = shared
     failed = look(name, "--run", "def f():\n    1 / 0\nf()", "--run", "print('next')", folder=folder)
@@ -233,7 +257,7 @@ def test_ctrl_c_lets_ranks_go_on(shared: tuple[str, Path]) -> None:
 def test_code_that_does_not_end_is_stopped_when_its_time_is_over(shared: tuple[str, Path]) -> None:
     name, folder = shared
     late = look(name, "--run", "while True: time.sleep(0.01)", "--for", "1s", folder=folder)
-    assert late.returncode == 1 and "[0-1] stopped: its time was over" in late.stdout
+    assert late.returncode == 1 and "[0-1] stopped, as its time was over" in late.stdout
     assert trains_on(name)
 
 

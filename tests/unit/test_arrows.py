@@ -108,11 +108,15 @@ ALLOWED = {
     "panel": "client.costs client.session metrics.allocation metrics.node shells visits wire.pages",
     "lab": "client.base client.output client.ranks client.reports client.requests client.session devices "
     "metrics.node panel shells wire.pages",
+    # a process of somebody else's job, and a look into it
+    "serving": "cluster metrics.node wire.questions worker.cell worker.control worker.groups",
+    "jobs": "agent client.output client.reports cluster serving",
+    # its commands
     "client.magic_lines": "client.costs client.reports client.saving client.start cluster.engines "
     "metrics.allocation plan planning",
     "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
-    "client.reports client.requests client.session client.start cuda_guard lab metrics.allocation metrics.node panel "
-    "plan planning shells train.estimate wire.pages wire.questions",
+    "client.reports client.requests client.session client.start cuda_guard jobs lab metrics.allocation metrics.node "
+    "panel plan planning shells train.estimate wire.pages wire.questions",
     # a notebook without its kernel
     "export.source": "",
     "export": "client.costs client.magic_lines client.magics export.source plan planning",
@@ -124,9 +128,6 @@ ALLOWED = {
     "launcher": "client.session client.start cuda_guard launch launch.fork launch.nodes shells transfer",
     # from beginning to end, without a notebook's page
     "program": "client.session export.source launcher metrics metrics.node",
-    # a process of somebody else's job, and a look into it
-    "serving": "cluster metrics.node wire.questions worker.cell worker.control worker.groups",
-    "jobs": "agent client.output client.reports cluster serving",
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
     # the command line

@@ -87,7 +87,7 @@ def test_it_stands_still_after_the_step_and_goes_on(training: Training) -> None:
     wait_for_target(training, 2)
     with training.makes(3):
         assert visitor.hears() == StandsStill(2) and training.steps == 2
-        assert visitor.asks(RunCode("1 + 1")) == CodeRan([("stdout", "2"), ("stdout", "\n")], False)
+        assert visitor.asks(RunCode("1 + 1")) == CodeRan([("stdout", "2"), ("stdout", "\n")])
         went_on = visitor.asks(GoOn())
         assert isinstance(went_on, WentOn) and not went_on.limit
     assert training.steps == 3 and training.pause.target == NEVER

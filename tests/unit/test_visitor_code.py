@@ -25,7 +25,8 @@ def names() -> Iterator[VisitorNames]:
 
 
 def printed(code: str, names: VisitorNames) -> str:
-    return "".join(text for _, text in run_code(code, names).printed)
+    ran = run_code(code, names)
+    return "".join(text for _, text in ran.printed) + (ran.failure.traceback if ran.failure else "")
 
 
 @pytest.mark.parametrize(

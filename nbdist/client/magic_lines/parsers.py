@@ -11,6 +11,7 @@ from nbdist.client.magic_lines.magic_line import (
     linger,
     number,
     seconds,
+    span_above_zero,
     variable,
     variable_item,
 )
@@ -92,6 +93,7 @@ def verb_parsers() -> dict[str, MagicParser]:
         "snapshot": _snapshot(),
         "stacks": _stacks(),
         "flight": _flight(),
+        "look": _look(),
         "variables": _variables(),
     }
 
@@ -365,6 +367,37 @@ def _flight() -> MagicParser:
     _add_ranks(parser)
     parser.add_argument(
         "--last", type=number, default=COUNT, metavar="N", help=f"number of collectives (default: {COUNT})"
+    )
+    return parser
+
+
+def _look() -> MagicParser:
+    what = "Look into a job on this machine that torchrun, srun, or another launcher has started; run code in it."
+    parser = MagicParser("%distributed look", what)
+    parser.add_argument(
+        "name", nargs="?", default="", metavar="JOB", help="its name in `nbdist ls` (default: the only one)"
+    )
+    parser.add_argument("--stacks", action="store_true", help="show where each rank is, with equal stacks grouped")
+    parser.add_argument(
+        "--flight",
+        type=number,
+        nargs="?",
+        const=COUNT,
+        default=0,
+        metavar="N",
+        help=f"show the last N collectives (default: {COUNT})",
+    )
+    parser.add_argument(
+        "--run", metavar="CODE", help="pause all ranks after the same step, and run this there, in quotes"
+    )
+    _add_ranks(parser)
+    parser.add_argument(
+        "--for",
+        dest="limit",
+        type=span_above_zero,
+        default=60.0,
+        metavar="TIME",
+        help="with --run: how long the ranks may be paused at most: 90s, 5m (default: 60s)",
     )
     return parser
 

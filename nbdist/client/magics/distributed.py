@@ -115,6 +115,7 @@ class DistributedMagics(Magics):
             "snapshot": self._costs.snapshot,
             "stacks": looking.stacks,
             "flight": looking.flight,
+            "look": looking.look,
             "variables": looking.variables,
         }
         self.verb_parsers = parsers.verb_parsers()

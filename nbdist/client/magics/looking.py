@@ -1,6 +1,6 @@
-"""What `%distributed logs`, `stacks`, `flight`, `variables`, `debug` and `follow` do: looking at ranks.
+"""What `%distributed logs`, `stacks`, `flight`, `variables`, `debug`, `follow` and `look` do: looking at ranks.
 
-At what they printed, do, have done, and hold; and at what ranks do that another client drives.
+At what they printed, do, have done, and hold; at what ranks do that another client drives, or that others have started.
 """
 
 from __future__ import annotations
@@ -67,6 +67,21 @@ def flight(arguments: argparse.Namespace) -> None:
     """Show the last collectives of ranks side by side."""
     session = get_session()
     print(session.flight(rank_set_of(session).among(arguments.ranks), arguments.last))
+
+
+def look(arguments: argparse.Namespace) -> None:
+    """Show what a job that others have started does, or run code in it."""
+    from nbdist.jobs.job_code import run_in_job
+    from nbdist.jobs.job_report import named_job, report
+
+    job = named_job(arguments.name)
+    if arguments.run is None:
+        print(report(job, stacks=arguments.stacks, collectives=arguments.flight))
+        return
+    done = run_in_job(job, [arguments.run], arguments.ranks or "all", arguments.limit)
+    print(f"{done.text}{done.pause}")
+    if done.error is not None:
+        raise done.error
 
 
 def variables(arguments: argparse.Namespace) -> None:

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "name", metavar="JOB", nargs="?", default="", help="its name in `nbdist ls` (default: the only one)"
     )
     look.add_argument("--stacks", action="store_true", help="show where each rank is, with equal stacks grouped")
+    look.add_argument("--locals", action="store_true", help="show the names in the function that each rank is in")
     look.add_argument(
         "--flight",
         type=int,
@@ -167,7 +168,7 @@ def _look(parsed: argparse.Namespace) -> int:
 
     if parsed.codes:
         return _run_in_job(parsed)
-    print(report(named_job(parsed.name), stacks=parsed.stacks, collectives=parsed.flight))
+    print(report(named_job(parsed.name), stacks=parsed.stacks, collectives=parsed.flight, names=parsed.locals))
     return 0
 
 

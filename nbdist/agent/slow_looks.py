@@ -85,18 +85,23 @@ class NativeStacks:
 
     def look(self, pid: int) -> NativeStack:
         """Return the stack of a process, or what keeps py-spy from it."""
+        found = self.dump(pid, "--native")
+        return found if isinstance(found, NativeStack) else _read(found)
+
+    def dump(self, pid: int, *flags: str) -> str | NativeStack:
+        """Return what `py-spy dump` prints of a process, or what keeps it from that."""
         try:
-            return self._dump(pid)
+            return self._dump(pid, *flags)
         except Exception as error:  # the look was asked for: its failure is the answer
             return NativeStack(obstacle="other", text=f"{type(error).__name__}: {error}")
 
-    def _dump(self, pid: int) -> NativeStack:
+    def _dump(self, pid: int, *flags: str) -> str | NativeStack:
         folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
         program = shutil.which("py-spy", path=os.pathsep.join(folders))
         if program is None:
             return NativeStack(obstacle="missing")
         keywords: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        command = [program, "dump", "--native", "--pid", str(pid)]
+        command = [program, "dump", *flags, "--pid", str(pid)]
         with subprocess.Popen(command, text=True, errors="replace", **keywords) as process:
             self._programs.add(process.pid)
             try:
@@ -106,14 +111,18 @@ class NativeStacks:
                 return NativeStack(obstacle="late", text=f"{_DUMP_LIMIT:.0f} s")
             finally:
                 self._programs.discard(process.pid)
-        return _read(output, errors, process.returncode)
+        if _REFUSED.search(errors):
+            return NativeStack(obstacle="refused")
+        return _failed(errors) if process.returncode else output
 
 
-def _read(output: str, errors: str, code: int) -> NativeStack:
-    if _REFUSED.search(errors):
-        return NativeStack(obstacle="refused")
+def _read(output: str) -> NativeStack:
     found = _MAIN_THREAD.search(_COLOURS.sub("", output))  # a notebook's environment asks for colors
-    if code or found is None:
-        what = next((line for line in errors.splitlines() if line.strip()), "it gave no reason")
-        return NativeStack(obstacle="other", text=what)
+    if found is None:
+        return _failed("")
     return NativeStack([line.strip() for line in reversed(found[1].splitlines())])
+
+
+def _failed(errors: str) -> NativeStack:
+    what = next((line for line in errors.splitlines() if line.strip()), "it gave no reason")
+    return NativeStack(obstacle="other", text=what)

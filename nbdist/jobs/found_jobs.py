@@ -73,13 +73,14 @@ class FoundJob:
         """Whether any of its ranks answers looks."""
         return any(each.address is not None for each in self.processes)
 
-    def look(self, collectives: int = 0) -> Mapping[int, RankLook | str]:
+    def look(self, collectives: int = 0, *, names: bool = False) -> Mapping[int, RankLook | str]:
         """Return what ranks answer, or why they don't, by rank.
 
         Args:
             collectives: How many of the last ones each adds.
+            names: Whether each adds the names in the script's innermost function.
         """
-        request = LookRequest(collectives)
+        request = LookRequest(collectives, names)
         with ThreadPoolExecutor(_AT_ONCE, "nbdist-jobs") as pool:
             answers = list(pool.map(lambda process: _ask(process, request), self.processes))
         return {each.rank: answer for each, answer in zip(self.processes, answers, strict=True)}

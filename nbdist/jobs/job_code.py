@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from nbdist.base.ranks import describe_ranks, parse_ranks
 from nbdist.base.text import duration
-from nbdist.client.output.merge import Merger
-from nbdist.client.output.page import Text
 from nbdist.errors import RankError, RankFailure, UsageError
 from nbdist.jobs.found_jobs import FoundJob
 from nbdist.jobs.job_pause import LIMIT, paused
+from nbdist.jobs.rank_lines import merged_texts
 from nbdist.serving.control_messages import CodeRan
 
 
@@ -80,17 +79,13 @@ def _check_syntax(code: str) -> None:
 
 
 def _take(output: JobOutput, ends: Mapping[int, CodeRan | str]) -> None:
-    printed, reports = Merger(ends), Merger(ends)
-    for rank, end in ends.items():
-        output.printed.setdefault(rank, "")
-        for stream, text in end.printed if isinstance(end, CodeRan) else ():
-            printed.feed(rank, stream, text, 0.0)
-            output.printed[rank] += text
-        if failure := _failure(rank, end):
-            output.failures[rank] = failure
-            reports.feed(rank, "stderr", failure.traceback, 0.0)
-    output.text += _merged(printed, ends)
-    output.report += _merged(reports, ends)
+    printed = {rank: end.printed if isinstance(end, CodeRan) else [] for rank, end in ends.items()}
+    failures = {rank: failure for rank, end in ends.items() if (failure := _failure(rank, end)) is not None}
+    for rank, texts in printed.items():
+        output.printed[rank] = output.printed.get(rank, "") + "".join(text for _, text in texts)
+    output.failures |= failures
+    output.text += merged_texts(printed)
+    output.report += merged_texts({rank: [("stderr", each.traceback)] for rank, each in failures.items()})
 
 
 def _failure(rank: int, end: CodeRan | str) -> RankFailure | None:
@@ -101,9 +96,3 @@ def _failure(rank: int, end: CodeRan | str) -> RankFailure | None:
         return None
     kind = "raised" if end.failure.name else "interrupted"
     return RankFailure(rank, kind, end.failure.name, end.failure.text, end.failure.traceback, time.monotonic())
-
-
-def _merged(merger: Merger, ranks: Mapping[int, object]) -> str:
-    for rank in ranks:
-        merger.finish(rank, 0.0)
-    return "".join(each.text for each in merger.flush(0.0) if isinstance(each, Text))

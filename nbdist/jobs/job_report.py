@@ -13,7 +13,10 @@ from nbdist.client.reports import flight, stack_report
 from nbdist.client.reports.stack_report import Stack
 from nbdist.errors import UsageError
 from nbdist.jobs.found_jobs import FoundJob, find_jobs
+from nbdist.jobs.outside_names import names_from_outside
+from nbdist.jobs.rank_lines import merged_lines
 from nbdist.serving.look_messages import RankLook
+from nbdist.wire.questions.stopping import NativeStack
 
 _HOW = "start it as `torchrun ... -m nbdist serve SCRIPT`, or call `nbdist.serve()` in it"
 
@@ -52,20 +55,21 @@ def named_job(name: str) -> FoundJob:
     raise UsageError(f"{what}: you have {names}. `nbdist ls` describes them; to have one answer, {_HOW}")
 
 
-def report(job: FoundJob, *, stacks: bool = False, collectives: int = 0) -> str:
+def report(job: FoundJob, *, stacks: bool = False, collectives: int = 0, names: bool = False) -> str:
     """Return what ranks do, a row for each, with what waits for what.
 
     Args:
         job: The job.
         stacks: Whether to add stacks, equal ones once. Always for a job that does not answer, by py-spy.
         collectives: How many of the last ones to add, side by side.
+        names: Whether to add the names in the innermost function of the script, with short values.
 
     Raises:
         UsageError: It does not answer, and py-spy can't be used either; the text says why.
     """
     if not job.serves:
-        return _from_outside(job)
-    looks = job.look(collectives)
+        return _from_outside(job, names=names)
+    looks = job.look(collectives, names=names)
     parts = [_status(job, looks)]
     if wait := _wait(looks):
         parts.append(wait)
@@ -73,6 +77,10 @@ def report(job: FoundJob, *, stacks: bool = False, collectives: int = 0) -> str:
         parts.append(stack_report.render({rank: _stack(look) for rank, look in looks.items()}))
     if collectives:
         parts.append(_flight(looks, collectives))
+    if names:
+        parts.append(
+            merged_lines({rank: [look] if isinstance(look, str) else look.names for rank, look in looks.items()})
+        )
     return "\n\n".join(parts)
 
 
@@ -130,17 +138,22 @@ def _flight(looks: Mapping[int, RankLook | str], count: int) -> str:
     return flight.render(flights, count)
 
 
-def _from_outside(job: FoundJob) -> str:
+def _from_outside(job: FoundJob, *, names: bool) -> str:
     """Return the stacks of a job that does not answer, as py-spy sees them."""
     looks = NativeStacks()
     found: dict[int, Stack] = {}
+    seen: dict[int, list[str]] = {}
     for each in job.processes:
         native = looks.look(each.pid)
-        if native.obstacle:
-            why = _explain(native.obstacle, native.text)
+        values = names_from_outside(looks, each.pid) if names and not native.obstacle else []
+        obstacle = values if isinstance(values, NativeStack) else native
+        if obstacle.obstacle or isinstance(values, NativeStack):
+            why = _explain(obstacle.obstacle, obstacle.text)
             raise UsageError(f"job {job.name} does not answer looks, and {why}. To have it answer, {_HOW}")
         found[each.rank] = Stack(tuple(native.frames))
-    return f"job {job.name} does not answer looks: stacks by py-spy\n\n{stack_report.render(found)}"
+        seen[each.rank] = values
+    parts = [f"job {job.name} does not answer looks: stacks by py-spy", stack_report.render(found)]
+    return "\n\n".join([*parts, *([merged_lines(seen)] if names else [])])
 
 
 def _explain(obstacle: str, text: str) -> str:

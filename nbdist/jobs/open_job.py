@@ -32,17 +32,18 @@ class Job:
     def __repr__(self) -> str:
         return f"<nbdist job {self.name}, {self.world_size} ranks>"
 
-    def look(self, *, stacks: bool = False, flight: int = 0) -> str:
+    def look(self, *, stacks: bool = False, flight: int = 0, names: bool = False) -> str:
         """Return what `nbdist look` shows.
 
         Args:
             stacks: Whether to add where each rank is.
             flight: How many of the last collectives to add.
+            names: Whether to add the names in the function that each rank is in.
 
         Raises:
             UsageError: The job does not answer, and py-spy can't be used either.
         """
-        return report(self._found, stacks=stacks, collectives=flight)
+        return report(self._found, stacks=stacks, collectives=flight, names=names)
 
     def looks(self) -> dict[int, RankLook]:
         """Return what each rank does, by rank: steps, line, stack, memory. Ranks that don't answer are left out."""

@@ -25,9 +25,10 @@ M = TypeVar("M")
 
 
 class LookRequest(msgspec.Struct, tag=True, frozen=True):
-    """What does this process do? collectives: how many of its last ones to add; 0: none."""
+    """What does this process do? collectives: how many of its last ones to add; 0: none. names: whether to add them."""
 
     collectives: int = 0
+    names: bool = False
 
 
 class RankLook(msgspec.Struct, tag=True, frozen=True):
@@ -38,7 +39,7 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     not known. since_step: seconds since the last one; -1: there was none. line: the user's innermost line. stack: the
     main thread's, a line per call. collective: the torch.distributed call it is in. memory: bytes of CPU memory.
     gpu_memory: in tensors; -1: it uses no GPU, or can't be asked now. paused: by a look.
-    flight: if asked for.
+    flight, names: if asked for; names: those of the user's innermost function, with short values, a line each.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     gpu_memory: int
     paused: bool = False
     flight: Flight | None = None
+    names: list[str] = []
 
 
 class LookFailed(msgspec.Struct, tag=True, frozen=True):

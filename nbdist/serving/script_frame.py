@@ -35,6 +35,13 @@ def script_line(frame: FrameType) -> str:
     return f"{os.path.basename(file)}:{found.f_lineno}: {shown}"
 
 
+def script_place(frame: FrameType) -> str:
+    """Return where a frame is, without its code: "train.py:12, in main"."""
+    name = frame.f_code.co_name
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return place if name.startswith("<") else f"{place}, in {name}"
+
+
 def names_in(frame: FrameType) -> dict[str, Any]:
     """Return the names of a function's frame with their values; {} for the top of a module."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:

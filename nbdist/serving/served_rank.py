@@ -36,6 +36,7 @@ from nbdist.serving.look_messages import (
 )
 from nbdist.serving.optimizer_watch import HookTaker, once_optimizers_are_there
 from nbdist.serving.script_frame import script_line
+from nbdist.serving.short_values import described_names
 from nbdist.serving.step_pause import StepPause
 from nbdist.wire.questions.stopping import Flight
 
@@ -188,6 +189,7 @@ class ServedRank:
             self._gpu_memory(),
             self.pause.standing,
             self._flight(request.collectives) if request.collectives else None,
+            described_names(frame) if request.names else [],
         )
 
     def _flight(self, count: int) -> Flight:

@@ -101,6 +101,13 @@ def test_stacks_begin_in_the_script_and_collectives_stand_side_by_side(folder: P
         assert "all_reduce float32[3] …" in text and "<- not yet on rank 1" in text
 
 
+def test_names_stand_with_short_values_equal_ones_once(folder: Path) -> None:
+    for name, _ in served(folder, "-m", "nbdist", "serve", "train.py"):
+        text = nbdist("look", name, "--locals", folder=folder).stdout
+        assert "\n[0] train.py:17, in main\n" in text and "\n[1] train.py:16, in main\n" in text
+        assert "\n[0-1] loss = float32[] on cpu\n" in text and "[0-1] net = <Linear>\n" in text
+
+
 def test_a_script_may_serve_itself(folder: Path) -> None:
     (folder / "own.py").write_text("import nbdist\nnbdist.serve()\n" + TRAIN)
     for name, text in served(folder, "own.py"):
@@ -114,12 +121,13 @@ def test_a_script_may_serve_itself(folder: Path) -> None:
 def test_a_job_that_does_not_serve_is_listed_and_a_look_says_what_is_missing(folder: Path) -> None:
     with job(folder, "train.py") as name:
         assert f"`nbdist look {name}` shows stacks" in nbdist("ls", folder=folder).stdout
-        seen = nbdist("look", name, folder=folder, path=str(folder))
+        seen = nbdist("look", name, "--locals", folder=folder, path=str(folder))
         if seen.returncode:  # py-spy may be installed beside this Python
             assert "py-spy, which shows stacks from outside, is not installed" in seen.stderr
             assert "start it as `torchrun ... -m nbdist serve SCRIPT`" in seen.stderr
         else:
             assert "stacks by py-spy" in seen.stdout and "train.py" in seen.stdout
+            assert "[0-1] optimizer = <SGD>\n" in seen.stdout
 
 
 def test_a_launcher_that_srun_has_started_is_no_rank_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,6 +378,7 @@ def _look() -> MagicParser:
         "name", nargs="?", default="", metavar="JOB", help="its name in `nbdist ls` (default: the only one)"
     )
     parser.add_argument("--stacks", action="store_true", help="show where each rank is, with equal stacks grouped")
+    parser.add_argument("--locals", action="store_true", help="show the names in the function that each rank is in")
     parser.add_argument(
         "--flight",
         type=number,

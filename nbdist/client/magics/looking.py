@@ -76,7 +76,7 @@ def look(arguments: argparse.Namespace) -> None:
 
     job = named_job(arguments.name)
     if arguments.run is None:
-        print(report(job, stacks=arguments.stacks, collectives=arguments.flight))
+        print(report(job, stacks=arguments.stacks, collectives=arguments.flight, names=arguments.locals))
         return
     done = run_in_job(job, [arguments.run], arguments.ranks or "all", arguments.limit)
     print(f"{done.text}{done.pause}")

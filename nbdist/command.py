@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("script", metavar="SCRIPT.py")
     serve.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
+    env = verbs.add_parser("env", help="print variables with which ranks answer `nbdist look`, as their script starts")
+    env.add_argument("--control", action="store_true", help="allow `nbdist look --run`, too")
+    env.set_defaults(run=_show_variables)
     attach = verbs.add_parser("attach", help="take over a session: a prompt whose cells run on its ranks")
     attach.add_argument("name", metavar="SESSION", nargs="?", help="its name in `nbdist ls` (default: the only one)")
     attach.add_argument(
@@ -200,6 +203,13 @@ def _serve(parsed: argparse.Namespace) -> int:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2
     serve_script(code, parsed.script, parsed.arguments)
+    return 0
+
+
+def _show_variables(parsed: argparse.Namespace) -> int:
+    from nbdist.serving.served_script import variables_for_jobs
+
+    print(f"export {' '.join(variables_for_jobs(control=parsed.control))}")
     return 0
 
 

@@ -88,8 +88,9 @@ class FoundJob:
 
 def find_jobs() -> list[FoundJob]:
     """Return the jobs that have ranks on this machine, those of nbdist's own sessions left out."""
-    served = {each.pid: each for each in _served()}
-    processes = [*served.values(), *(each for each in _launched() if each.pid not in served)]
+    launched, others = _launched()
+    served = {each.pid: each for each in _served() if each.pid not in others}
+    processes = [*served.values(), *(each for each in launched if each.pid not in served)]
     jobs: dict[str, FoundJob] = {}
     for each in sorted(processes, key=lambda process: (process.job, process.rank)):
         jobs.setdefault(each.job, FoundJob(each.job)).processes.append(each)
@@ -111,10 +112,10 @@ def _served() -> Iterator[JobProcess]:
         yield JobProcess(job, int(rank), place.world_size if place else 1, int(pid), path)
 
 
-def _launched() -> Iterator[JobProcess]:
-    """Yield the processes of this user that a launcher has started as ranks of several.
+def _launched() -> tuple[list[JobProcess], set[int]]:
+    """Return the processes of this user that a launcher has started as ranks of several, and those that are none.
 
-    What ranks have started has their variables, and is left out, as is a launcher that was itself started by one.
+    What ranks have started has their variables, and so has a launcher that was itself started by one.
     """
     places: dict[int, RankOfJob] = {}
     parents: dict[int, int] = {}
@@ -125,10 +126,14 @@ def _launched() -> Iterator[JobProcess]:
         place = rank_of_job(_environment(process.pid))
         if place is not None and place.world_size > 1:
             places[process.pid], parents[process.pid] = place, process.info["ppid"]
-    launchers = {parents[pid] for pid, place in places.items() if places.get(parents[pid], place) != place}
-    for pid, own in places.items():
-        if pid not in launchers and places.get(parents[pid]) != own:
-            yield JobProcess(name_of_job(own.job, pid), own.rank, own.world_size, pid)
+    others = {parents[pid] for pid, place in places.items() if places.get(parents[pid], place) != place}
+    others |= {pid for pid, place in places.items() if places.get(parents[pid]) == place}
+    ranks = [
+        JobProcess(name_of_job(own.job, pid), own.rank, own.world_size, pid)
+        for pid, own in places.items()
+        if pid not in others
+    ]
+    return ranks, others
 
 
 def _is_foreign_python(command: list[str] | None) -> bool:

@@ -1,7 +1,11 @@
-"""Runs a script as the main program of this process, which answers looks meanwhile: `python -m nbdist serve`."""
+"""Runs a script as the main program of this process, which answers looks meanwhile: `python -m nbdist serve`.
+
+Or has others do so as they start: `nbdist env`.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from collections.abc import Sequence
@@ -9,6 +13,16 @@ from pathlib import Path
 
 from nbdist.errors import UsageError
 from nbdist.serving.served_rank import serve
+
+
+def variables_for_jobs(*, control: bool) -> list[str]:
+    """Return what a shell is to export so that the ranks of a job that it starts answer looks.
+
+    Args:
+        control: Whether others may pause them and run code in them.
+    """
+    folder = shlex.quote(str(Path(__file__).with_name("at_start")))
+    return [f"PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}", f"NBDIST_SERVE={'control' if control else '1'}"]
 
 
 def read_script(script: str, *, control: bool = False) -> types.CodeType:

@@ -118,6 +118,64 @@ def test_a_script_may_serve_itself(folder: Path) -> None:
     assert not list((folder / "sockets").glob("*"))
 
 
+@pytest.fixture
+def exported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell in which `nbdist env` was evaluated."""
+    shell = subprocess.run(
+        ["bash", "-c", f'eval "$({sys.executable} -m nbdist env)"; echo "$PYTHONPATH"; echo "$NBDIST_SERVE"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name, value in zip(("PYTHONPATH", "NBDIST_SERVE"), shell.stdout.splitlines(), strict=True):
+        monkeypatch.setenv(name, value)
+
+
+def test_a_script_that_knows_nothing_answers_by_variables(
+    folder: Path, exported: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)  # of the launcher, which is no rank
+    for _, text in served(folder, "train.py"):
+        rows = [line.split() for line in text.splitlines()[1:3]]
+        assert [(row[0], row[2]) for row in rows] == [("0", "10"), ("1", "10")]
+
+
+def test_what_a_rank_starts_and_what_is_no_rank_does_not_answer(folder: Path, exported: None) -> None:
+    code = "import os, subprocess, sys\nprint(len(os.listdir(os.environ['NBDIST_JOBS'])), os.getenv('NBDIST_SERVE'))\n"
+    (folder / "this.py").write_text(f"{code}if len(sys.argv) > 1:\n    subprocess.run([sys.executable, 'this.py'])")
+    (folder / "sockets").mkdir(mode=0o700)
+    command = [sys.executable, "-u", "this.py", "parent"]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+    rank = subprocess.run(command, cwd=folder, env=os.environ | place, capture_output=True, text=True, check=True)
+    assert rank.stdout == "1 None\n1 None\n"
+    other = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert other.stdout == "0 1\n0 1\n" and rank.stderr == other.stderr == ""
+
+
+def test_the_environments_own_sitecustomize_runs_too(
+    folder: Path, exported: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}:{folder}")
+    code = "import sys, sitecustomize; print(sitecustomize.__file__, any('at_start' in each for each in sys.path))"
+
+    def told() -> str:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert told().endswith("at_start/sitecustomize.py False\n") or "at_start" not in told()
+    (folder / "sitecustomize.py").touch()
+    assert told() == f"{folder}/sitecustomize.py False\n"
+
+
+def test_a_job_whose_sockets_have_no_place_runs_all_the_same(folder: Path, exported: None) -> None:
+    (folder / "sockets").mkdir()
+    (folder / "sockets").chmod(0o777)
+    place = {"RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", "print('runs')"]
+    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=True)
+    assert ended.stdout == "runs\n" and ended.stderr.startswith("nbdist: this process can't be looked into: ")
+
+
 def test_a_job_that_does_not_serve_is_listed_and_a_look_says_what_is_missing(folder: Path) -> None:
     with job(folder, "train.py") as name:
         assert f"`nbdist look {name}` shows stacks" in nbdist("ls", folder=folder).stdout

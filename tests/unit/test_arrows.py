@@ -110,6 +110,7 @@ ALLOWED = {
     "metrics.node panel shells wire.pages",
     # a process of somebody else's job, and a look into it
     "serving": "cluster metrics.node wire.questions worker.cell worker.control worker.groups",
+    "serving.at_start": "cluster serving",
     "jobs": "agent client.output client.reports cluster serving wire.questions",
     # its commands
     "client.magic_lines": "client.costs client.reports client.saving client.start cluster.engines "

@@ -38,6 +38,7 @@ from nbdist.serving.look_messages import receive, send
 from nbdist.serving.visitor_code import VisitorNames, run_code
 
 NEVER = sys.maxsize  # no step
+_ALONE = 2.0  # seconds that code may still run when its visitor is gone
 _STOPPED = "stopped, as its time was over or its visitor has gone"
 
 
@@ -120,9 +121,7 @@ class StepPause:
             visitor.todo = queue.SimpleQueue()
         began, why = time.monotonic(), _Why.ASKED
         visitor.say(StandsStill(steps))
-        limit = threading.Timer(visitor.left, self._stop_code)
-        limit.daemon = True
-        limit.start()
+        limit = self._stop_code_in(visitor.left, visitor)
         try:
             why = self._stand(visitor, frame, began + visitor.left)
         finally:
@@ -192,9 +191,16 @@ class StepPause:
             pass
         return ran
 
-    def _stop_code(self) -> None:
+    def _stop_code_in(self, seconds: float, visitor: _Visitor) -> threading.Timer:
+        """End a visitor's code if it still runs then."""
+        timer = threading.Timer(seconds, self._stop_code, (visitor,))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _stop_code(self, visitor: _Visitor) -> None:
         with self._lock:
-            if self._runner:
+            if self._runner and self._standing_for is visitor:
                 _raise_in(self._runner, _CodeStopped)
                 self._runner = 0
 
@@ -216,7 +222,9 @@ class StepPause:
             self._visitor = None
             self.target = NEVER
             visitor.todo.put(GoOn())
-        self._stop_code()
+            runs = self._runner != 0
+        if runs:  # it may be about to meet the other ranks in a collective, which it would leave alone there
+            self._stop_code_in(_ALONE, visitor)
 
 
 class _Visitor:

@@ -181,8 +181,8 @@ def _run_in_job(parsed: argparse.Namespace) -> int:
     from nbdist.jobs.job_report import named_job
 
     limit = parse_duration(parsed.limit)
-    if not limit:
-        raise UsageError(f"--for takes a time, as 90s or 5m, not {parsed.limit!r}")
+    if limit is None:
+        raise UsageError(f"invalid time {parsed.limit!r} after --for: use, for example, 90s or 5m")
     codes = [sys.stdin.read() if code == "-" else code for code in parsed.codes]
     try:
         done = run_in_job(named_job(parsed.name), codes, parsed.ranks, limit)

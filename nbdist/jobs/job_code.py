@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nbdist.base.checks import LONGEST
 from nbdist.base.ranks import describe_ranks, parse_ranks
 from nbdist.base.text import duration
 from nbdist.errors import RankError, RankFailure, UsageError
@@ -58,6 +59,8 @@ def run_in_job(job: FoundJob, codes: Sequence[str], ranks: str = "all", limit: f
     Raises:
         UsageError: It can't be run; the text says why.
     """
+    if not 0 < limit <= LONGEST:
+        raise UsageError(f"invalid limit {limit!r}: use a number of seconds greater than 0, for example 60")
     for code in codes:
         _check_syntax(code)
     chosen = parse_ranks(ranks, job.world_size, of="job")

@@ -19,6 +19,7 @@ from types import FrameType
 
 import msgspec
 
+from nbdist.base.checks import LONGEST
 from nbdist.serving.control_messages import (
     CodeFailure,
     CodeRan,
@@ -121,7 +122,11 @@ class StepPause:
             visitor.todo = queue.SimpleQueue()
         began, why = time.monotonic(), _Why.ASKED
         visitor.say(StandsStill(steps))
-        limit = self._stop_code_in(visitor.left, visitor)
+        try:
+            limit = self._stop_code_in(visitor.left, visitor)
+        except RuntimeError:  # no thread can be started, so nobody would end its code
+            self._leave(visitor, 0.0, why)
+            return False
         try:
             why = self._stand(visitor, frame, began + visitor.left)
         finally:
@@ -241,7 +246,7 @@ class _Visitor:
     def __init__(self, connection: socket.socket, request: TakeControl) -> None:
         self.connection = connection
         self.pid = request.by
-        self.left = request.limit
+        self.left = min(request.limit, LONGEST) if request.limit > 0 else 0.0  # more, and a wait would raise an error
         self.stood = 0.0
         self.todo: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._said: queue.SimpleQueue[Report | None] = queue.SimpleQueue()

@@ -338,7 +338,11 @@ def test_steps_are_counted_from_the_first_one(folder: Path) -> None:
     ("arguments", "told"),
     [
         (("--run", "1 +"), "nbdist: invalid code, so nothing was run: invalid syntax in line 1: '1 +'\n"),
-        (("--run", "1", "--for", "soon"), "nbdist: --for takes a time, as 90s or 5m, not 'soon'\n"),
+        (("--run", "1", "--for", "soon"), "nbdist: invalid time 'soon' after --for: use, for example, 90s or 5m\n"),
+        (
+            ("--run", "1", "--for", "0"),
+            "nbdist: invalid limit 0.0: use a number of seconds greater than 0, for example 60\n",
+        ),
     ],
 )
 def test_what_can_not_be_run_is_one_line(shared: tuple[str, Path], arguments: tuple[str, ...], told: str) -> None:

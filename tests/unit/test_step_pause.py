@@ -162,6 +162,20 @@ def test_it_goes_on_when_its_time_is_over_and_another_may_come(training: Trainin
     second.goes()
 
 
+@pytest.mark.parametrize("limit", [1e300, float("inf"), -1.0, float("nan")])
+def test_no_limit_ends_the_training(training: Training, limit: float) -> None:
+    visitor = Visitor(training, limit)
+    send(visitor.connection, PauseAfter(1))
+    wait_for_target(training, 1)
+    with training.makes(2):
+        assert visitor.hears() == StandsStill(1)
+        send(visitor.connection, GoOn())
+        while not isinstance(visitor.hears(), WentOn):
+            pass
+    assert training.steps == 2
+    visitor.goes()
+
+
 def test_time_stood_still_at_earlier_steps_counts(training: Training) -> None:
     visitor = Visitor(training, limit=0.2)
     send(visitor.connection, PauseAfter(1))

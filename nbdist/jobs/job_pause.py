@@ -20,6 +20,7 @@ from nbdist.base.text import counted, span
 from nbdist.errors import UsageError
 from nbdist.jobs.found_jobs import ANSWER_LIMIT, FoundJob, JobProcess
 from nbdist.serving.control_messages import (
+    BreakOff,
     CodeRan,
     Controlled,
     ControlRefused,
@@ -38,6 +39,7 @@ from nbdist.serving.look_messages import RankLook, receive, send, short_path
 LIMIT = 60.0  # seconds for which ranks stand still at most
 _AHEAD = 0.05  # seconds from now to the step after which ranks are to stand still
 _LATER = 2.0  # seconds that answers may take
+_BEFORE_END = 2.0  # seconds before the ranks' time is over, in which those that can't go on are told so
 _ALLOW = "start it with `nbdist serve --control SCRIPT`, or call `nbdist.serve(control=True)` in it"
 
 
@@ -66,19 +68,21 @@ class JobPause:
             ranks: Which.
 
         Returns:
-            What came of it, or why that is not known, by rank.
+            What came of it, or why that is not known, by rank. Where it has left some ranks in a collective that others
+            have not called, the job ends with an error: going on would give wrong sums.
         """
         for rank in ranks:
             self._ranks[rank].send(RunCode(code))
         found: dict[int, CodeRan | str] = {}
-        for rank, report in self._reports(self._ends_at + _LATER):
-            if isinstance(report, CodeRan):
-                found[rank] = report
-            elif rank in ranks:
-                found.setdefault(rank, "has ended" if report is None else "went on, as its time was over")
-            if len(found) == len(ranks):
-                break
-        return {rank: found.get(rank, "") or self._stuck(rank) for rank in sorted(ranks)}
+        self._await_code(found, ranks, self._ends_at - min(_BEFORE_END, self._limit / 4))
+        left = set(ranks) - set(found)
+        if left and (found or len(ranks) < len(self._ranks)) and (stuck := self._in_collectives(left)):
+            why = _out_of_step(stuck)
+            for each in self._ranks.values():
+                each.send(BreakOff(why))
+            found |= dict.fromkeys(stuck, f"did not end the code: {why}")
+        self._await_code(found, ranks, self._ends_at + _LATER)
+        return {rank: found.get(rank, "") or self._late_code(rank) for rank in sorted(ranks)}
 
     def stand_still(self) -> None:
         """Have all ranks stand still after the same step.
@@ -137,11 +141,29 @@ class JobPause:
         )
         return f"{late}. {'; '.join(doing)}. All ranks go on, and nothing was run{limit}"
 
-    def _stuck(self, rank: int) -> str:
-        return (
-            f"still runs the code, in {_doing(self._job.look()[rank])}. If that is a collective which other ranks have "
-            "not called, the job's next collectives do not match: end the job"
-        )
+    def _await_code(self, found: dict[int, CodeRan | str], ranks: Collection[int], end: float) -> None:
+        """Wait until all of these ranks have ended the code, and note what came of it."""
+        if len(found) == len(ranks):
+            return
+        for rank, report in self._reports(end):
+            if isinstance(report, CodeRan):
+                found.setdefault(rank, report)
+            elif rank in ranks:
+                found.setdefault(rank, "has ended" if report is None else "went on, as its time was over")
+            if len(found) == len(ranks):
+                return
+
+    def _in_collectives(self, ranks: Collection[int]) -> dict[int, str]:
+        """Return the ranks among these that wait in a collective, and in which."""
+        looks = self._job.look()
+        return {
+            rank: look.collective
+            for rank, look in looks.items()
+            if rank in ranks and isinstance(look, RankLook) and look.collective not in ("", "backward")
+        }
+
+    def _late_code(self, rank: int) -> str:
+        return f"still runs the code, in {_doing(self._job.look()[rank])}, and goes on when that returns"
 
     def _reports(self, end: float) -> Iterator[tuple[int, Report | None]]:
         """Yield what ranks say until then, in any order; None: a rank's process has ended."""
@@ -260,6 +282,14 @@ def _refused(job: str, answer: ControlRefused) -> str:
     if answer.reason == "forbidden":
         return f"job {job} may be looked at only. To have it take code, {_ALLOW}"
     return f"job {job} is paused already, or about to be, by process {answer.by}: try again when that has ended"
+
+
+def _out_of_step(stuck: Mapping[int, str]) -> str:
+    where = ", ".join(sorted(set(stuck.values())))
+    return (
+        f"code of a look has left {describe_ranks(stuck)} in {where}, which not all ranks have called. The training's "
+        "next collective would have met it and given a wrong sum, so the job ends here: start it again from its checkpoint"
+    )
 
 
 def _doing(look: RankLook | str) -> str:

@@ -35,6 +35,12 @@ class GoOn(msgspec.Struct, tag=True, frozen=True):
     """Train on."""
 
 
+class BreakOff(msgspec.Struct, tag=True, frozen=True):
+    """End the training with an error: code has left the ranks' collectives out of step. why: in words."""
+
+    why: str
+
+
 class Controlled(msgspec.Struct, tag=True, frozen=True):
     """Control is taken. steps: so far. step_seconds: of one, over the last ones; 0: not known."""
 
@@ -84,5 +90,5 @@ class WentOn(msgspec.Struct, tag=True, frozen=True):
     limit: bool
 
 
-Order: TypeAlias = PauseAfter | RunCode | GoOn
+Order: TypeAlias = PauseAfter | RunCode | GoOn | BreakOff
 Report: TypeAlias = Controlled | ControlRefused | StepPassed | StandsStill | CodeRan | WentOn

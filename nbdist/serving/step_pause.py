@@ -20,7 +20,9 @@ from types import FrameType
 import msgspec
 
 from nbdist.base.checks import LONGEST
+from nbdist.errors import StaleGroupError
 from nbdist.serving.control_messages import (
+    BreakOff,
     CodeFailure,
     CodeRan,
     Controlled,
@@ -113,6 +115,9 @@ class StepPause:
 
         Returns:
             Whether it has stood still.
+
+        Raises:
+            StaleGroupError: What the visitor's code has called would mix with the training's collectives.
         """
         with self._lock:
             visitor = self._visitor
@@ -170,6 +175,8 @@ class StepPause:
                     order = visitor.todo.get(timeout=max(0.0, end - time.monotonic()))
                 except queue.Empty:
                     return _Why.LIMIT
+                if isinstance(order, BreakOff):
+                    raise StaleGroupError(order.why)
                 if not isinstance(order, RunCode):
                     return _Why.MOVED if isinstance(order, PauseAfter) else _Why.ASKED
                 names = names or VisitorNames(frame)

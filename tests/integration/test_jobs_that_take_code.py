@@ -112,11 +112,12 @@ def trains_on(name: str) -> bool:
 
 
 @contextmanager
-def job(folder: Path, *how: str) -> Iterator[str]:
+def job(folder: Path, *how: str, output: str = "") -> Iterator[str]:
     """A job of two ranks under torchrun that trains; its name. It has to end well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     serve = ["-m", "nbdist", "serve", "--control"]
-    process = subprocess.Popen([*command, *(how or serve), "train.py"], cwd=folder)
+    errors = (folder / output).open("w") if output else None
+    process = subprocess.Popen([*command, *(how or serve), "train.py"], cwd=folder, stderr=errors)
     try:
 
         def name() -> str:
@@ -128,8 +129,10 @@ def job(folder: Path, *how: str) -> Iterator[str]:
         wait_until(lambda: len(steps(name())) == 2 and min(steps(name())) > 0, "a step", 60)
         yield name()
         (folder / "end").touch()
-        assert process.wait(60) == 0
+        assert process.wait(60) == 0, f"exit code {process.returncode}"
     finally:
+        if errors is not None:
+            errors.close()
         process.terminate()  # and with it its ranks
         process.wait()
 
@@ -284,6 +287,16 @@ def test_ranks_that_have_come_to_the_step_do_not_wait_for_good(folder: Path) -> 
         assert "rank 1 did not come to step " in late.stderr and ", where rank 0 waited. rank 1 is in " in late.stderr
         (folder / "rank 1 waits").unlink()
         assert trains_on(name)
+
+
+def test_a_job_ends_rather_than_to_go_on_with_collectives_out_of_step(folder: Path) -> None:
+    code = "if dist.get_rank() == 0: 1 / 0\ndist.all_reduce(torch.ones(()))"
+    with pytest.raises(AssertionError, match="exit code 1"), job(folder, output="output.txt") as name:
+        ended = look(name, "--run", code, "--for", "4s", folder=folder)
+        assert "[0] ZeroDivisionError: division by zero" in ended.stdout
+        assert "[1] this rank did not end the code: code of a look has left rank 1 in all_reduce" in ended.stdout
+    errors = (folder / "output.txt").read_text()
+    assert "StaleGroupError: code of a look has left rank 1 in all_reduce, which not all ranks have called." in errors
 
 
 def test_a_job_has_to_allow_code(folder: Path) -> None:

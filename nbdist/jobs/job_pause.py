@@ -288,7 +288,7 @@ def _out_of_step(stuck: Mapping[int, str]) -> str:
     where = ", ".join(sorted(set(stuck.values())))
     return (
         f"code of a look has left {describe_ranks(stuck)} in {where}, which not all ranks have called. The training's "
-        "next collective would have met it and given a wrong sum, so the job ends here: start it again from its checkpoint"
+        "next collective would have met it and given a wrong sum, so the job ends: start it again from its checkpoint"
     )
 
 

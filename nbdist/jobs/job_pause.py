@@ -102,8 +102,6 @@ class JobPause:
             each.send(GoOn())
         waiting = set(self._ranks)
         for rank, report in self._reports(time.monotonic() + _LATER):
-            if isinstance(report, WentOn):
-                self.seconds = max(self.seconds, report.seconds)
             if isinstance(report, WentOn | None):
                 waiting.discard(rank)
             if not waiting:
@@ -149,7 +147,7 @@ class JobPause:
             if isinstance(report, CodeRan):
                 found.setdefault(rank, report)
             elif rank in ranks:
-                found.setdefault(rank, "has ended" if report is None else "went on, as its time was over")
+                found.setdefault(rank, _gone(report))
             if len(found) == len(ranks):
                 return
 
@@ -171,6 +169,8 @@ class JobPause:
             for key, _ in self._selector.select(left):
                 rank: _HeldRank = key.data
                 report = rank.receive()
+                if isinstance(report, WentOn):
+                    self.seconds = max(self.seconds, report.seconds)
                 if report is None:
                     self._selector.unregister(rank.connection)
                 yield rank.process.rank, report
@@ -282,6 +282,14 @@ def _refused(job: str, answer: ControlRefused) -> str:
     if answer.reason == "forbidden":
         return f"job {job} may be looked at only. To have it take code, {_ALLOW}"
     return f"job {job} is paused already, or about to be, by process {answer.by}: try again when that has ended"
+
+
+def _gone(report: Report | None) -> str:
+    """Return why a rank says no more of the code."""
+    if report is None:
+        return "has ended"
+    over = isinstance(report, WentOn) and report.limit
+    return "went on, as its time was over" if over else "went on, as it was interrupted"
 
 
 def _out_of_step(stuck: Mapping[int, str]) -> str:

@@ -38,7 +38,7 @@ from nbdist.serving.control_messages import (
     WentOn,
 )
 from nbdist.serving.look_messages import receive, send
-from nbdist.serving.visitor_code import VisitorNames, run_code
+from nbdist.serving.visitor_code import PrintedTexts, VisitorNames, run_code
 
 NEVER = sys.maxsize  # no step
 _ALONE = 2.0  # seconds that code may still run when its visitor is gone
@@ -187,21 +187,22 @@ class StepPause:
 
     def _run(self, visitor: _Visitor, code: str, names: VisitorNames) -> CodeRan:
         """Run code. `_CodeStopped`, which comes once or not at all, must not meet the training."""
-        ran = CodeRan([], CodeFailure("", _STOPPED, f"{_STOPPED}\n"))
+        printed = PrintedTexts()
+        failure: CodeFailure | None = CodeFailure("", _STOPPED, f"{_STOPPED}\n")
         try:
             try:
                 with self._lock:
                     if self._visitor is not visitor:
-                        return ran
+                        return CodeRan([], failure)
                     self._runner = threading.get_ident()
-                ran = run_code(code, names)
+                failure = run_code(code, names, printed)
             finally:
                 with self._lock:
                     self._runner = 0
                     _raise_in(threading.get_ident(), None)
         except _CodeStopped:
             pass
-        return ran
+        return CodeRan(printed.texts, failure)
 
     def _stop_code_in(self, seconds: float, visitor: _Visitor) -> threading.Timer:
         """End a visitor's code if it still runs then."""

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from nbdist.base.text import size
-from nbdist.serving.control_messages import CodeFailure, CodeRan, PrintedText
+from nbdist.serving.control_messages import CodeFailure, PrintedText
 from nbdist.serving.script_frame import names_in, script_frame
 
 _FILE = "<look>"
@@ -64,28 +64,27 @@ class VisitorNames(dict[str, Any]):
         self._frame.clear()
 
 
-def run_code(code: str, names: VisitorNames) -> CodeRan:
-    """Run code, and return what it printed, with the value of its last expression, and what it raised.
+def run_code(code: str, names: VisitorNames, printed: PrintedTexts) -> CodeFailure | None:
+    """Run code, and return what it raised.
 
     Args:
         code: Python.
         names: Its globals.
+        printed: Takes what it prints, and the value of its last expression.
 
     Raises:
         KeyboardInterrupt: Whoever runs this process wants it to end.
     """
-    printed = _Printed()
-    failure = None
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     try:
         with _redirected(printed):
             _execute(code, names)
     except (Exception, SystemExit) as error:  # the visitor's, not the job's
-        failure = _describe(error)
+        return _describe(error)
     finally:
         names.settle()
         linecache.cache.pop(_FILE, None)
-    return CodeRan(printed.texts, failure)
+    return None
 
 
 def _execute(code: str, names: VisitorNames) -> None:
@@ -110,14 +109,19 @@ def _describe(error: BaseException) -> CodeFailure:
     return CodeFailure(type(error).__name__, last, "".join(lines)[-_MOST:])
 
 
-class _Printed:
-    """What code has printed, up to a limit."""
+class PrintedTexts:
+    """What code has printed, up to a limit.
+
+    Attributes:
+        texts: In order, with their streams.
+    """
 
     def __init__(self) -> None:
         self.texts: list[PrintedText] = []
         self._length = 0
 
     def add(self, stream: Literal["stdout", "stderr"], text: str) -> None:
+        """Take what was printed."""
         if self._length < _MOST:
             self.texts.append((stream, text[: _MOST - self._length]))
             if self._length + len(text) > _MOST:
@@ -126,7 +130,7 @@ class _Printed:
 
 
 class _Stream(io.TextIOBase):
-    def __init__(self, printed: _Printed, stream: Literal["stdout", "stderr"]) -> None:
+    def __init__(self, printed: PrintedTexts, stream: Literal["stdout", "stderr"]) -> None:
         self._printed = printed
         self._stream = stream
 
@@ -139,6 +143,6 @@ class _Stream(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _redirected(printed: _Printed) -> Iterator[None]:
+def _redirected(printed: PrintedTexts) -> Iterator[None]:
     with contextlib.redirect_stdout(_Stream(printed, "stdout")), contextlib.redirect_stderr(_Stream(printed, "stderr")):
         yield

@@ -259,8 +259,8 @@ def test_ctrl_c_lets_ranks_go_on(shared: tuple[str, Path]) -> None:
 
 def test_code_that_does_not_end_is_stopped_when_its_time_is_over(shared: tuple[str, Path]) -> None:
     name, folder = shared
-    late = look(name, "--run", "while True: time.sleep(0.01)", "--for", "1s", folder=folder)
-    assert late.returncode == 1 and "[0-1] stopped, as its time was over" in late.stdout
+    late = look(name, "--run", "print('begins')\nwhile True: time.sleep(0.01)", "--for", "1s", folder=folder)
+    assert late.returncode == 1 and "[0-1] begins\n[0-1] stopped, as its time was over" in late.stdout
     assert trains_on(name)
 
 

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from nbdist.serving.script_frame import names_in
-from nbdist.serving.visitor_code import VisitorNames, run_code
+from nbdist.serving.visitor_code import PrintedTexts, VisitorNames, run_code
 
 
 @pytest.fixture
@@ -25,8 +25,9 @@ def names() -> Iterator[VisitorNames]:
 
 
 def printed(code: str, names: VisitorNames) -> str:
-    ran = run_code(code, names)
-    return "".join(text for _, text in ran.printed) + (ran.failure.traceback if ran.failure else "")
+    texts = PrintedTexts()
+    failure = run_code(code, names, texts)
+    return "".join(text for _, text in texts.texts) + (failure.traceback if failure else "")
 
 
 @pytest.mark.parametrize(

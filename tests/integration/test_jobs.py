@@ -151,6 +151,16 @@ def test_what_a_rank_starts_and_what_is_no_rank_does_not_answer(folder: Path, ex
     assert rank.stdout == "1 None\n1 None\n"
     other = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert other.stdout == "0 1\n0 1\n" and rank.stderr == other.stderr == ""
+    place = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    alone = subprocess.run(command, cwd=folder, env=os.environ | place, capture_output=True, text=True, check=True)
+    assert alone.stdout == "0 1\n0 1\n"
+
+
+def test_ranks_of_a_session_do_not_answer_as_a_job(folder: Path, exported: None) -> None:
+    code = "import nbdist\nfrom nbdist.jobs.found_jobs import find_jobs\nwith nbdist.Session(2) as session:\n"
+    code += "    print([job.name for job in find_jobs() if job.serves])"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
 
 
 def test_the_environments_own_sitecustomize_runs_too(

@@ -29,9 +29,11 @@ def _serve(wish: str) -> None:
     from nbdist.cluster.launchers import rank_of_job
     from nbdist.serving.served_rank import serve
 
-    if rank_of_job(os.environ) is None:
+    place = rank_of_job(os.environ)
+    launched = "RANK" in os.environ  # by torchrun and its like; srun sets variables for a shell and a notebook, too
+    if place is None or (place.world_size == 1 and not launched) or "nbdist.worker.rank" in sys.orig_argv:
         return
-    if "RANK" in os.environ:  # what a rank starts is none; a launcher that srun has started has no RANK
+    if launched:  # what a rank starts is none; a launcher that srun has started has no RANK
         del os.environ["NBDIST_SERVE"]
     serve(control=wish == "control")
 

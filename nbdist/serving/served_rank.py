@@ -160,6 +160,8 @@ class ServedRank:
         if self._steps >= self.pause.target and self.pause.reached(self._steps, sys._getframe(1)):
             self._times = deque([time.monotonic()], maxlen=_STEPS + 1)  # none is to have that pause in it
 
+    step_made._torchdynamo_disable = True  # type: ignore[attr-defined]  # else a compiled step would be traced into it
+
     def _pace(self) -> tuple[int, float]:
         """Return the steps so far, and the seconds of one of the last."""
         times = list(self._times)

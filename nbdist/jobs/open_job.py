@@ -53,7 +53,7 @@ class Job:
         """Pause all ranks after the same step, run code there, and let them go on.
 
         Args:
-            code: Python. It sees the names of the function that trains, and assigns in the main program.
+            code: Python. It sees the names of the functions that train, and assigns in the main program.
             ranks: Which ranks run it: "0,2-3", or their numbers. All are paused.
             limit: Seconds that the job may be paused.
 

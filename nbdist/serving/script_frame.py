@@ -7,6 +7,7 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,13 +16,19 @@ _OURS = str(Path(__file__).parents[1])
 _WIDEST = 60  # characters of a line of code that are shown
 
 
+def script_frames(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames of the user's own code, the innermost first."""
+    others = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, _OURS, "<")
+    current: FrameType | None = frame
+    while current is not None:
+        if not current.f_code.co_filename.startswith(others):
+            yield current
+        current = current.f_back
+
+
 def script_frame(frame: FrameType) -> FrameType | None:
     """Return the innermost frame of the user's own code; None: there is none."""
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    current: FrameType | None = frame
-    while current is not None and current.f_code.co_filename.startswith((*libraries, _OURS, "<")):
-        current = current.f_back
-    return current
+    return next(script_frames(frame), None)
 
 
 def script_line(frame: FrameType) -> str:

@@ -17,16 +17,17 @@ from typing import Any, Literal
 
 from nbdist.base.text import size
 from nbdist.serving.control_messages import CodeFailure, PrintedText
-from nbdist.serving.script_frame import names_in, script_frame
+from nbdist.serving.script_frame import names_in, script_frames
 
 _FILE = "<look>"
 _MOST = 1 << 20  # characters that are kept of what code prints
 
 
 class VisitorNames(dict[str, Any]):
-    """The globals of a visitor's code: those of the main program, and the names of a frame, which are only read.
+    """The globals of a visitor's code: those of the main program, and names of functions, which are only read.
 
-    What code assigns goes to the main program, and hides the frame's name.
+    The functions are the user's that run now; of equal names, the inner function's counts. What code assigns goes to the
+    main program, and hides theirs.
 
     Args:
         frame: Where the main thread is.
@@ -34,8 +35,9 @@ class VisitorNames(dict[str, Any]):
 
     def __init__(self, frame: FrameType) -> None:
         super().__init__()
-        inner = script_frame(frame)
-        self._frame = names_in(inner) if inner is not None else {}
+        self._frame: dict[str, Any] = {}
+        for each in script_frames(frame):
+            self._frame = names_in(each) | self._frame
         self._main = vars(sys.modules["__main__"])
 
     def __missing__(self, name: str) -> Any:
@@ -60,7 +62,7 @@ class VisitorNames(dict[str, Any]):
                 dict.__delitem__(self, name)
 
     def forget_frame(self) -> None:
-        """Keep nothing of the frame alive, whoever holds a function that the code has defined."""
+        """Keep nothing of the functions alive, whoever holds a function that the code has defined."""
         self._frame.clear()
 
 

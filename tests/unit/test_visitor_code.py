@@ -51,6 +51,15 @@ def test_code_has_the_names_of_the_frame_and_of_the_main_program(names: VisitorN
     assert printed(code, names).startswith(text) and bool(text) == bool(printed(code, names))
 
 
+def test_names_of_outer_functions_are_there_unless_an_inner_one_has_them_too() -> None:
+    step, loss = 7, "outer"
+
+    def helper(loss: str) -> VisitorNames:
+        return VisitorNames(sys._getframe())
+
+    assert printed("step, loss", helper("inner")) == "(7, 'inner')\n" and loss == "outer" and step == 7
+
+
 def test_assignments_stay_in_the_main_program(names: VisitorNames) -> None:
     printed("made = 1\ndef f():\n    global hidden\n    hidden = made + 1", names)
     assert printed("f()\nhidden", names) == "2\n"

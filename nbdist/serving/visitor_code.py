@@ -26,8 +26,8 @@ _MOST = 1 << 20  # characters that are kept of what code prints
 class VisitorNames(dict[str, Any]):
     """The globals of a visitor's code: those of the main program, and names of functions, which are only read.
 
-    The functions are the user's that run now; of equal names, the inner function's counts. What code assigns goes to the
-    main program, and hides theirs.
+    The functions are the user's that run now; of equal names, the inner function's counts. What code assigns goes to
+    the main program, and hides theirs.
 
     Args:
         frame: Where the main thread is.

@@ -11,7 +11,7 @@ from nbdist.base.ranks import describe_ranks, parse_ranks
 from nbdist.base.text import duration
 from nbdist.errors import RankError, RankFailure, UsageError
 from nbdist.jobs.found_jobs import FoundJob
-from nbdist.jobs.job_pause import LIMIT, paused
+from nbdist.jobs.job_pause import LIMIT, Unended, paused
 from nbdist.jobs.rank_lines import merged_texts
 from nbdist.serving.control_messages import CodeRan
 
@@ -81,7 +81,7 @@ def _check_syntax(code: str) -> None:
         raise UsageError(f"invalid code, so nothing was run: {error.msg} in line {error.lineno}: {code!r}") from None
 
 
-def _take(output: JobOutput, ends: Mapping[int, CodeRan | str]) -> None:
+def _take(output: JobOutput, ends: Mapping[int, CodeRan | Unended]) -> None:
     printed = {rank: end.printed if isinstance(end, CodeRan) else [] for rank, end in ends.items()}
     failures = {rank: failure for rank, end in ends.items() if (failure := _failure(rank, end)) is not None}
     for rank, texts in printed.items():
@@ -91,10 +91,10 @@ def _take(output: JobOutput, ends: Mapping[int, CodeRan | str]) -> None:
     output.report += merged_texts({rank: [("stderr", each.traceback)] for rank, each in failures.items()})
 
 
-def _failure(rank: int, end: CodeRan | str) -> RankFailure | None:
-    if isinstance(end, str):
-        kind = "died" if end == "has ended" else "running"
-        return RankFailure(rank, kind, "", f"this rank {end}", f"this rank {end}\n", time.monotonic())
+def _failure(rank: int, end: CodeRan | Unended) -> RankFailure | None:
+    if isinstance(end, Unended):
+        text = f"this rank {end.why}"
+        return RankFailure(rank, "died" if end.died else "running", "", text, f"{text}\n", time.monotonic())
     if end.failure is None:
         return None
     kind = "raised" if end.failure.name else "interrupted"

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -43,6 +44,19 @@ _BEFORE_END = 2.0  # seconds before the ranks' time is over, in which those that
 _ALLOW = "start it with `nbdist serve --control SCRIPT`, or call `nbdist.serve(control=True)` in it"
 
 
+@dataclass(frozen=True)
+class Unended:
+    """Code whose end on a rank is not known.
+
+    Attributes:
+        why: What the rank did instead, as "went on, as it was interrupted".
+        died: Whether its process has ended.
+    """
+
+    why: str
+    died: bool = False
+
+
 class JobPause:
     """A job whose ranks stand still.
 
@@ -60,7 +74,7 @@ class JobPause:
         self._selector = selector
         self._ends_at = math.inf
 
-    def run(self, code: str, ranks: Collection[int]) -> dict[int, CodeRan | str]:
+    def run(self, code: str, ranks: Collection[int]) -> dict[int, CodeRan | Unended]:
         """Run code on ranks at the same time.
 
         Args:
@@ -73,16 +87,16 @@ class JobPause:
         """
         for rank in ranks:
             self._ranks[rank].send(RunCode(code))
-        found: dict[int, CodeRan | str] = {}
+        found: dict[int, CodeRan | Unended] = {}
         self._await_code(found, ranks, self._ends_at - min(_BEFORE_END, self._limit / 4))
         left = set(ranks) - set(found)
         if left and (found or len(ranks) < len(self._ranks)) and (stuck := self._in_collectives(left)):
             why = _out_of_step(stuck)
             for each in self._ranks.values():
                 each.send(BreakOff(why))
-            found |= dict.fromkeys(stuck, f"did not end the code: {why}")
+            found |= dict.fromkeys(stuck, Unended(f"did not end the code: {why}"))
         self._await_code(found, ranks, self._ends_at + _LATER)
-        return {rank: found.get(rank, "") or self._late_code(rank) for rank in sorted(ranks)}
+        return {rank: found.get(rank) or self._late_code(rank) for rank in sorted(ranks)}
 
     def stand_still(self) -> None:
         """Have all ranks stand still after the same step.
@@ -139,7 +153,7 @@ class JobPause:
         )
         return f"{late}. {'; '.join(doing)}. All ranks go on, and nothing was run{limit}"
 
-    def _await_code(self, found: dict[int, CodeRan | str], ranks: Collection[int], end: float) -> None:
+    def _await_code(self, found: dict[int, CodeRan | Unended], ranks: Collection[int], end: float) -> None:
         """Wait until all of these ranks have ended the code, and note what came of it."""
         if len(found) == len(ranks):
             return
@@ -160,8 +174,9 @@ class JobPause:
             if rank in ranks and isinstance(look, RankLook) and look.collective not in ("", "backward")
         }
 
-    def _late_code(self, rank: int) -> str:
-        return f"still runs the code, in {_doing(self._job.look()[rank])}, and goes on when that returns"
+    def _late_code(self, rank: int) -> Unended:
+        doing = _doing(self._job.look()[rank])
+        return Unended(f"still runs the code, in {doing}, and goes on when that returns")
 
     def _reports(self, end: float) -> Iterator[tuple[int, Report | None]]:
         """Yield what ranks say until then, in any order; None: a rank's process has ended."""
@@ -284,12 +299,12 @@ def _refused(job: str, answer: ControlRefused) -> str:
     return f"job {job} is paused already, or about to be, by process {answer.by}: try again when that has ended"
 
 
-def _gone(report: Report | None) -> str:
+def _gone(report: Report | None) -> Unended:
     """Return why a rank says no more of the code."""
     if report is None:
-        return "has ended"
+        return Unended("has ended", died=True)
     over = isinstance(report, WentOn) and report.limit
-    return "went on, as its time was over" if over else "went on, as it was interrupted"
+    return Unended("went on, as its time was over" if over else "went on, as it was interrupted")
 
 
 def _out_of_step(stuck: Mapping[int, str]) -> str:

@@ -128,6 +128,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     stop.add_argument("--all", action="store_true", help="end all of your sessions on this machine")
     stop.set_defaults(run=_stop)
+    mcp = verbs.add_parser("mcp", help="let agents use your sessions, by the Model Context Protocol on stdio")
+    mcp.add_argument("--read-only", action="store_true", help="offer only tools that change nothing")
+    mcp.add_argument(
+        "--http",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="listen on 127.0.0.1 instead, for those who know the token (default: any free port)",
+    )
+    mcp.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="a file with the token for --http (default: NBDIST_MCP_TOKEN, else a new one is printed)",
+    )
+    mcp.add_argument("--keep", action="store_true", help="sessions that agents have started outlive this command")
+    mcp.set_defaults(run=_mcp)
     export = verbs.add_parser("export", help="write a notebook as a script for torchrun")
     export.add_argument("notebook", metavar="NOTEBOOK.ipynb")
     export.add_argument("script", metavar="SCRIPT.py", help="where to write it")
@@ -242,6 +259,14 @@ def _stop(parsed: argparse.Namespace) -> int:
     for name in stop(parsed.names):
         print(f"session {name} has ended")
     return 0
+
+
+def _mcp(parsed: argparse.Namespace) -> int:
+    from nbdist.mcp_server.agent_server import serve
+
+    if parsed.token_file is not None and parsed.http is None:
+        raise UsageError("--token-file is for --http: on stdio there is no token")
+    return serve(read_only=parsed.read_only, port=parsed.http, token_file=parsed.token_file, keep=parsed.keep)
 
 
 def _export(parsed: argparse.Namespace) -> int:

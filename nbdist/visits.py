@@ -100,6 +100,11 @@ def of_this_machine(*, but_of: int = 0) -> list[Found]:
     return [each for each in _all(but_of) if each.description is not None and each.description.ranks]
 
 
+def names() -> frozenset[str]:
+    """Return the names of all sessions whose key files are there, with ranks or without. No session is asked."""
+    return frozenset(map(name_of, _key_files()))
+
+
 def reach(name: str) -> Found:
     """Return the session with this name, or one that begins so.
 
@@ -312,6 +317,10 @@ class Visitor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection."""
         self._lane.disable_monitor()
         self._context.destroy(linger=200)
 

@@ -53,6 +53,7 @@ from nbdist.wire.lanes import (
 )
 from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import Execute
+from nbdist.wire.messages.errands import ErrandDone
 from nbdist.wire.messages.handover import Attach, AttachRefused, Choices, Ending, Leave
 from nbdist.wire.messages.life import Broken, Shutdown, Start, Stop
 from nbdist.wire.messages.output import Credit, LogPart, Notice, ReadLog
@@ -318,6 +319,7 @@ class Controller:
 
     def _drop_what_it_wanted(self) -> None:
         """Stop what only the last client wanted: samples, newcomers that it was about to set up, values, debuggers."""
+        self._visitors.errands.give_up()
         self._nodes.broadcast(WatchNodes(0.0))
         if self._members is not None:
             self._members.newcomers.give_up()
@@ -368,6 +370,7 @@ class Controller:
             .on(Leave, self._client_left)
             .on(Ending, self._side.note_ending)
             .on(Choices, self._sets.choose)
+            .on(ErrandDone, self._visitors.errands.done)
         )
 
     def _handle_client(self, message: Message) -> None:

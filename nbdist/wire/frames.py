@@ -23,6 +23,7 @@ from nbdist.wire.messages.cells import (
     Returned,
 )
 from nbdist.wire.messages.chunks import Arrived, Chunk, Discard, Expect, Fetch, Spoiled, Taken
+from nbdist.wire.messages.errands import Errand, ErrandDone
 from nbdist.wire.messages.handover import Attach, Attached, AttachRefused, Choices, Displaced, Ending, Goodbye, Leave
 from nbdist.wire.messages.healing import (
     Adopt,
@@ -156,6 +157,8 @@ AnyMessage = (
     | Goodbye
     | Choices
     | EndAnnounced
+    | Errand
+    | ErrandDone
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=repr).encode

@@ -115,9 +115,11 @@ ALLOWED = {
     # its commands
     "client.magic_lines": "client.costs client.reports client.saving client.start cluster.engines "
     "metrics.allocation plan planning",
+    # for those who share a notebook's ranks
+    "errands": "client.output client.ranks client.reports client.requests client.session shells wire.messages",
     "client.magics": "client.base client.costs client.debugger client.magic_lines client.output client.ranks "
-    "client.reports client.requests client.session client.start cuda_guard jobs lab metrics.allocation metrics.node "
-    "panel plan planning shells train.estimate wire.pages wire.questions",
+    "client.reports client.requests client.session client.start cuda_guard errands jobs lab metrics.allocation "
+    "metrics.node panel plan planning shells train.estimate wire.pages wire.questions",
     # a notebook without its kernel
     "export.source": "",
     "export": "client.costs client.magic_lines client.magics export.source plan planning",
@@ -131,8 +133,10 @@ ALLOWED = {
     "program": "client.session export.source launcher metrics metrics.node",
     # in a Jupyter server
     "server": "metrics.node visits wire.pages",
+    # an agent's server
+    "mcp_server": "client.costs client.magics client.session client.start errands visits wire.messages",
     # the command line
-    "command": "client.magics cluster export jobs program serving visits wire.processes",
+    "command": "client.magics cluster export jobs mcp_server program serving visits wire.processes",
     "__main__": "command",
 }
 

@@ -122,6 +122,29 @@ class CellSteps(Observer):
                 print(line)
 
 
+class LastSteps(Observer):
+    """Measures the training steps of all cells on ranks, for a process without a notebook's shell."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, StepSample] = {}
+        subscribe(self)
+
+    def why(self) -> str:
+        """Return why the steps of the last cell that made some took as long as they did."""
+        return explain(self._last) if self._last else "no cell has made training steps yet"
+
+    def cell_began(self, task: TaskRecord) -> None:
+        """Have ranks measure what runs the user's code."""
+        if task.kind in ("cell", "call"):
+            task.metered = msgspec.structs.replace(task.metered, steps=True)
+
+    def cell_ended(self, task: TaskRecord) -> None:
+        """Keep the steps of the last cell that made some."""
+        found = _steps_in(task)
+        if any(sample.steps for sample in found.values()):
+            self._last = found
+
+
 def _steps_in(task: TaskRecord) -> dict[int, StepSample]:
     return {rank: reply.steps for rank, reply in sorted(task.replies.items()) if reply.steps is not None}
 

@@ -30,7 +30,7 @@ from nbdist.client.magic_lines import parsers
 from nbdist.client.magic_lines.cluster_flags import cluster_flags
 from nbdist.client.magic_lines.magic_line import HelpShown, suggest_verb, without_comment
 from nbdist.client.magic_lines.start_flags import start_keywords
-from nbdist.client.magics import looking
+from nbdist.client.magics import looking, memory_parts
 from nbdist.client.magics import plan_verb as plans
 from nbdist.client.magics.completion import install_completion
 from nbdist.client.magics.cost_verbs import CostVerbs
@@ -45,6 +45,7 @@ from nbdist.client.session.current import get_session, living_session, session_t
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.client.start.connection import prewarm
 from nbdist.client.start.starting import StartLine
+from nbdist.errands import errand_offer
 from nbdist.errors import SessionClosed, UsageError
 from nbdist.lab import activity, kernel_status, lines
 
@@ -69,6 +70,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         activity.publish()
         survive_warnings()
         breakpoints.offer(shells.current().kernel)
+    errand_offer.offer(magics)
     if living_session() is None:
         prewarm()
 
@@ -126,7 +128,7 @@ class DistributedMagics(Magics):
         """Whether every cell runs on all ranks."""
         return self._router.auto
 
-    # --- what a page's buttons need: `nbdist.lab`
+    # --- what a page's buttons need, and what visitors want: `nbdist.lab`, `nbdist.errands`
 
     def stop(self) -> str:
         """End the session, and return what to say."""
@@ -149,6 +151,10 @@ class DistributedMagics(Magics):
     def why(self) -> str:
         """Return why the last cell's steps took as long as they did."""
         return self._costs.explain_last()
+
+    def held_memory(self, session: Session, ranks: str | None) -> str:
+        """Return what the memory of ranks is held as."""
+        return memory_parts.held_table(session, ranks)
 
     # --- magics
 

@@ -37,6 +37,7 @@ from nbdist.wire.base.message import Message
 from nbdist.wire.base.parcel import Parcel
 from nbdist.wire.messages.announcements import EndAnnounced
 from nbdist.wire.messages.cells import Execute, Kind, Reply
+from nbdist.wire.messages.errands import Errand, ErrandDone
 from nbdist.wire.messages.handover import Attach, Attached, AttachRefused, Displaced, Ending, Leave
 from nbdist.wire.messages.healing import Renumbered
 from nbdist.wire.messages.life import Broken, RankInfo, Start, Started, StartFailed, StartOptions, Stop, Stopped
@@ -91,9 +92,11 @@ class RankSet:
         instances: Those of this process that have started, by the keys of their traffic.
         talk: With the controller, about the life of the ranks.
         on_end: Called when an end is announced, in the listening thread.
+        does_errands: Does what visitors of any of these sets want, called in the listening thread; None: nobody does.
     """
 
     instances: ClassVar[weakref.WeakValueDictionary[str, RankSet]] = weakref.WeakValueDictionary()
+    does_errands: ClassVar[Callable[[RankSet, Errand], None] | None] = None
 
     def __init__(self, linger: float = 0.0, keep: bool = False) -> None:
         self.ranks: list[RankInfo] = []
@@ -336,6 +339,9 @@ class RankSet:
         if isinstance(message, EndAnnounced):
             self.on_end(message)
             return
+        if isinstance(message, Errand):
+            self._do_errand(message)
+            return
         if isinstance(message, Renumbered):
             self.ranks = message.ranks
         if isinstance(message, Displaced):
@@ -347,6 +353,13 @@ class RankSet:
             self.closed, self.broken = True, message.text
             self.traffic.release(message.text)
         self.talk.put(message)
+
+    def _do_errand(self, errand: Errand) -> None:
+        if RankSet.does_errands is not None:
+            RankSet.does_errands(self, errand)
+            return
+        text = f"this session is driven by a script (pid {os.getpid()}), which runs no cells of others"
+        self.traffic.send(ErrandDone(errand.number, errand.visitor, text))
 
     def check_open(self) -> None:
         """Raise an error if the ranks can't take any work.

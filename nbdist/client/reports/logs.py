@@ -28,6 +28,7 @@ class CellLog:
         cell: The cell's number in the notebook, or its result; None for the newest that printed.
 
     Attributes:
+        number: The cell's number; 0: it has none.
         size: Its bytes, over all ranks.
 
     Raises:
@@ -41,6 +42,7 @@ class CellLog:
         if not part.serials:
             raise UsageError(_explain_nothing(cell))
         self._serials = part.serials
+        self.number = part.number
         self._name = f"cell {part.number}" if part.number else "this cell"
         self.size = part.size
         self._dropped, self._missing = part.dropped, part.missing

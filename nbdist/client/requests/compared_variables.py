@@ -118,6 +118,31 @@ class Variable:
         return f"{len(self.groups)} different values{absent}"
 
 
+def describe_variables(rank_set: RankSet, ranks: Sequence[int], name: str = "", diff: str | None = None) -> str:
+    """Return a table of all variables, or what there is to know of one.
+
+    Args:
+        rank_set: Whose ranks.
+        ranks: The ranks.
+        name: Of the one; empty: all.
+        diff: Two ranks, between which this one is compared instead.
+
+    Raises:
+        UsageError: There is no such variable, or it is not two ranks.
+    """
+    found = look_at_variables(rank_set, ranks, [name] if name else [])
+    inside = look_inside(rank_set, found[0]) if name and diff is None else Inside([], [])
+    parts = [render_variables([*found, *inside.differing]), *inside.notes]
+    if diff is not None:
+        pair = rank_set.choose(diff)
+        if len(pair) != 2:
+            raise UsageError(f"--diff takes two ranks, not {diff!r}: `--diff 0,3`")
+        parts.append(difference(rank_set, found[0], *pair))
+    elif name and has_figures(found[0]):
+        parts.append(render_statistics(look_at_statistics(rank_set, ranks, name)))
+    return "\n".join(parts)
+
+
 def look_at_variables(rank_set: RankSet, ranks: Sequence[int], names: Sequence[str] = ()) -> list[Variable]:
     """Return the variables of ranks.
 

@@ -48,16 +48,16 @@ def look_at_flight(rank_set: RankSet, ranks: Ranks = None, count: int = COUNT) -
     return render(found, count, rank_set.traffic.places)
 
 
-def status_of(rank_set: RankSet) -> list[dict[str, Any]]:
-    """Return a row for each rank; the columns are those of `Session.status`."""
+def status_of(rank_set: RankSet, *, memory: bool = True) -> list[dict[str, Any]]:
+    """Return a row for each rank; the columns are those of `Session.status`. `memory`: whether ranks measure theirs."""
     rank_set.check_open()
     traffic, living = rank_set.traffic, rank_set.living()
     known = traffic.status()
-    memory = memory_of(traffic, living)
+    held = memory_of(traffic, living) if memory else {}
     stacks = traffic.ask(living, GetStack(), timeout=limits.STATUS_ANSWER)
     running = traffic.running(living)
     places = {info.rank: info.host for info in rank_set.ranks}
-    return [_row(row, places[row.rank], rank_set.generation, memory, stacks, running) for row in known.ranks]
+    return [_row(row, places[row.rank], rank_set.generation, held, stacks, running) for row in known.ranks]
 
 
 def _row(

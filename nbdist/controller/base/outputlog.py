@@ -83,6 +83,7 @@ class Part:
         size: Bytes of these cells in the log, over all ranks.
         dropped: Bytes dropped at their beginning to make room for newer output.
         missing: Bytes that could not be written.
+        end: Position behind the records, where what is printed later will be.
     """
 
     serials: list[int]
@@ -92,6 +93,7 @@ class Part:
     size: int
     dropped: int
     missing: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,7 @@ class OutputLog:
             sum(cell.size for cell in chosen.values()),
             sum(cell.dropped for cell in chosen.values()),
             sum(cell.missing for cell in chosen.values()),
+            position,
         )
 
     def tail(self, serial: int, size: int) -> LastOutput:

@@ -1,4 +1,7 @@
-"""Those who have the session's key file and do not drive it: they may ask, follow, interrupt and end it."""
+"""Those who have the session's key file and do not drive it: they may ask, follow, interrupt and end it.
+
+They may also ask something of the client that drives it: an errand.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from nbdist.base.processes import describe_exit
 from nbdist.controller.base.logwriter import LogWriter
@@ -15,6 +20,7 @@ from nbdist.controller.clients.client_side import ClientSide
 from nbdist.controller.ranks.members import Members
 from nbdist.wire.base.message import Message
 from nbdist.wire.messages.cells import Interrupt
+from nbdist.wire.messages.errands import Errand, ErrandDone
 from nbdist.wire.messages.life import Broken, Died, Shutdown
 from nbdist.wire.messages.visitor_messages import (
     Describe,
@@ -207,6 +213,47 @@ class Followers:
         self._log.follow(lambda new: send_tails(tails[0], new), -1)
 
 
+class Errands:
+    """Passes what visitors want from the client on to it, and its answers back.
+
+    Args:
+        router: To send by.
+        side: The client's side.
+    """
+
+    def __init__(self, router: MessageRouter, side: ClientSide) -> None:
+        self._router = router
+        self._side = side
+        self._open: set[tuple[bytes, int]] = set()
+
+    def bring(self, visitor: bytes, errand: Errand) -> None:
+        """Pass on an errand; without a client, say so."""
+        self._router.connect(visitor)
+        if self._side.alone:
+            self._return(ErrandDone(errand.number, visitor, _ALONE, alone=True))
+            return
+        self._open.add((visitor, errand.number))
+        self._side.send(msgspec.structs.replace(errand, visitor=visitor))
+
+    def done(self, answer: ErrandDone) -> None:
+        """Pass on an answer."""
+        if (answer.visitor, answer.number) in self._open:
+            self._open.discard((answer.visitor, answer.number))
+            self._return(answer)
+
+    def give_up(self) -> None:
+        """Answer all that wait: the client is gone, or another."""
+        for visitor, number in list(self._open):
+            self.done(ErrandDone(number, visitor, _LEFT))
+
+    def _return(self, answer: ErrandDone) -> None:
+        self._router.send(answer.visitor, answer)
+        if not any(visitor == answer.visitor for visitor, _ in self._open):
+            self._router.drop([answer.visitor])  # until it asks again
+
+
+_ALONE = "no notebook or other client is attached to this session"
+_LEFT = "the client that drives this session has left it, or lost it to another, before it answered"
 _STOPPED = "the session was ended by `nbdist stop`; all ranks ended with it. `%distributed start` starts one"
 
 
@@ -220,11 +267,13 @@ class Visitors:
 
     Attributes:
         descriptions: Descriptions that are being made.
+        errands: What they want from the client.
     """
 
     def __init__(self, router: MessageRouter, side: ClientSide, log: LogWriter) -> None:
         self._router = router
         self._side = side
+        self.errands = Errands(router, side)
         self._followers = Followers(router, log)
         self.descriptions = Descriptions(router)
 
@@ -245,6 +294,9 @@ class Visitors:
                 members.stop(Interrupt(serial, ranks))
         if isinstance(message, Describe | InterruptAll):
             self.descriptions.make(visitor, self._side, members, list(hosts))
+            return False
+        if isinstance(message, Errand):
+            self.errands.bring(visitor, message)
             return False
         if isinstance(message, Follow):
             living = (

@@ -106,7 +106,7 @@ class LogPart(Message, frozen=True):
 
     serials, number: the cells it belongs to. records: rank, stream and bytes. next: where to continue, None at the end.
     size: bytes of these cells in the log. dropped: bytes dropped at their beginning to make room for others.
-    missing: bytes that the log could not store.
+    missing: bytes that the log could not store. end: the position behind the records, where what comes later will be.
     """
 
     request: int
@@ -117,3 +117,4 @@ class LogPart(Message, frozen=True):
     size: int = 0
     dropped: int = 0
     missing: int = 0
+    end: int = 0

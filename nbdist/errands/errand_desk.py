@@ -14,7 +14,7 @@ from typing import Protocol
 from nbdist import shells
 from nbdist.base.checks import check_seconds
 from nbdist.base.ranks import describe_ranks
-from nbdist.base.text import counted
+from nbdist.base.text import counted, from_first_line
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.background import BackgroundCell
 from nbdist.client.ranks.rank_set import RankSet
@@ -83,9 +83,9 @@ class ErrandDesk:
         self._traffic = rank_set.traffic
         self._verbs = verbs
         self._shows = shells.current() is not None
-        user = "notebook" if self._shows else "an earlier client"
+        self._user = "notebook" if self._shows else "an earlier client"
         running = set(self._traffic.running(info.rank for info in rank_set.ranks).values())
-        self._records = CellRecords(self._traffic, user, running)
+        self._records = CellRecords(self._traffic, self._user, running)
         weakref.finalize(session, observers.subscribe(self._records))
         self._queue = QueuedCells(self._traffic, self._begin)
         self._transcripts = Transcripts(self._traffic.read_log)
@@ -171,8 +171,9 @@ class ErrandDesk:
         session = self._session()
         if session is None:
             raise SessionClosed("the session has ended")
-        options = CellOptions(record.number, show=self._shows)
-        task = rank_set_of(session).submit("cell", record.code, record.ranks, options)
+        code, offset = from_first_line(record.code)
+        options = CellOptions(record.number, offset, show=self._shows)
+        task = rank_set_of(session).submit("cell", code, record.ranks, options)
         BackgroundCell(task, record.timeout, session)
 
     def _look_at_cell(self, request: LookAtCell) -> CellNews:
@@ -200,7 +201,7 @@ class ErrandDesk:
         if record.timed_out:
             notes.append(f"interrupted because it was not done after {record.timeout:g} s (timeout)")
         if brief.state == "queued":
-            notes.append(f"it waits until its ranks are free: {'; '.join(self._traffic.doing()).splitlines()[0]}")
+            notes.append("; ".join(["it waits until its ranks are free", *map(_first_line, self._traffic.doing())]))
         return CellNews(
             brief.cell,
             brief.state,
@@ -231,7 +232,7 @@ class ErrandDesk:
         if not ran:
             known = ", ".join(str(record.number) for record in self._records.all()[-_LAST:]) or "none yet"
             raise UsageError(f"there is no cell {number} in this session. Known cells: {known}")
-        record = CellRecord(number, "an earlier client", ran[-1].code, ran[-1].ranks)
+        record = CellRecord(number, self._user, ran[-1].code, ran[-1].ranks)
         record.end("ended")
         self._records.add(record)
         return record
@@ -285,6 +286,10 @@ class ErrandDesk:
 
 def _text(text: str) -> ErrandDone:
     return ErrandDone(0, text=page_of(text))
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _living(rank_set: RankSet, ranks: str | None) -> list[int]:

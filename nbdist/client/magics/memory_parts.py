@@ -36,8 +36,9 @@ def held_table(session: Session | None, ranks: str | None) -> str:
     if session is None:
         found = {HERE: held_by_user()}
     else:
-        chosen = rank_set_of(session).among(ranks) or rank_set_of(session).living()
-        found = dict(zip(chosen, session.call(held_by_user, ranks=chosen), strict=True))
+        rank_set = rank_set_of(session)
+        chosen = rank_set.among(ranks) or rank_set.living()
+        found = dict(zip(chosen, rank_set.set_up(held_by_user, ranks=chosen), strict=True))  # no cell of the user's
     rows = [(rank, part) for rank, parts in found.items() for part in parts]
     if not rows:
         return "no tensors are held"

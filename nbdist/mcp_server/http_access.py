@@ -90,6 +90,7 @@ def listen(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((HOST, port))
+        found.listen()  # before anybody is told the address
     except (OSError, OverflowError) as error:
         found.close()
         why = getattr(error, "strerror", None) or "ports are from 0 to 65535"

@@ -281,7 +281,7 @@ def test_a_controller_that_dies_is_told(own_agent: AgentClient) -> None:
     (rank, _) = own_agent.call("start", ranks=2)["session"]["ranks"]
     cell = own_agent.call("run", code="import time\ntime.sleep(600)")["cell"]
     _, agent, controller, *_ = psutil.Process(rank["pid"]).parents()
-    assert "nbdist.controller" in controller.cmdline(), (agent, controller)
+    assert "controller_boot" in " ".join(controller.cmdline()), (agent, controller)
     os.kill(controller.pid, signal.SIGKILL)
     wait_until(lambda: own_agent.result("cell", cell=cell).is_error, "the end of the session to be noticed")
     assert "the session's controller" in own_agent.fails("cell", cell=cell)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from nbdist import shells
@@ -26,7 +26,7 @@ from nbdist.client.requests.compared_variables import describe_variables
 from nbdist.client.requests.status import look_at_flight, look_at_stacks, status_of
 from nbdist.client.session.session import Session, rank_set_of
 from nbdist.errands.cell_records import CellRecord, CellRecords
-from nbdist.errands.queued_cells import QueuedCells
+from nbdist.errands.queued_cells import Later, QueuedCells
 from nbdist.errands.transcripts import Transcripts, page_of
 from nbdist.errors import NbdistError, RankError, SessionClosed, UsageError
 from nbdist.wire.messages.errands import (
@@ -93,21 +93,22 @@ class ErrandDesk:
         known = (cell.number for cell in self._traffic.history())
         self._numbers = itertools.count(max(FIRST_NUMBER - 1, max(known, default=0)) + 1)
 
-    def do(self, request: AnyErrand, who: str) -> ErrandDone:
+    def do(self, request: AnyErrand, who: str, later: Callable[[Later], object]) -> ErrandDone:
         """Do what is asked, and return what it has brought, or why it can't be done.
 
         Args:
             request: What is asked.
             who: Who asks, for people.
+            later: Takes what is to be done soon, but not before the answer is on its way.
         """
         try:
-            return self._do(request, who)
+            return self._do(request, who, later)
         except RankError as error:
             return ErrandDone(0, error=error.report)
         except NbdistError as error:
             return ErrandDone(0, error=str(error))
 
-    def _do(self, request: AnyErrand, who: str) -> ErrandDone:
+    def _do(self, request: AnyErrand, who: str, later: Callable[[Later], object]) -> ErrandDone:
         session = self._session()
         if session is None:
             raise SessionClosed("this session has ended")
@@ -115,7 +116,7 @@ class ErrandDesk:
         rank_set.check_open()
         match request:
             case RunCell():
-                return ErrandDone(0, cell=self._run(rank_set, request, who))
+                return ErrandDone(0, cell=self._run(rank_set, request, who, later))
             case LookAtCell():
                 del session  # its end must not wait for this
                 return ErrandDone(0, cell=self._look_at_cell(request))
@@ -150,7 +151,7 @@ class ErrandDesk:
 
     # --- cells
 
-    def _run(self, rank_set: RankSet, request: RunCell, who: str) -> CellNews:
+    def _run(self, rank_set: RankSet, request: RunCell, who: str, later: Callable[[Later], object]) -> CellNews:
         check_seconds("timeout", request.timeout)
         if not request.code.strip():
             raise UsageError("there is no code to run: pass the text of a cell")
@@ -160,21 +161,23 @@ class ErrandDesk:
             record.headline = _headline(record)
         self._records.add(record)
         try:
-            self._queue.put(record)
+            begun = self._queue.put(record)
         except NbdistError as error:
             record.end("failed", str(error))
             raise
+        if begun is not None:
+            later(begun)
         return self._news(record)
 
-    def _begin(self, record: CellRecord) -> None:
-        """Begin a cell, in the thread of who wants it or of the queue."""
+    def _begin(self, record: CellRecord) -> Later:
+        """Begin a cell, in the thread of who wants it or of the queue. Returns what takes its output from then on."""
         session = self._session()
         if session is None:
             raise SessionClosed("the session has ended")
         code, offset = from_first_line(record.code)
         options = CellOptions(record.number, offset, show=self._shows)
         task = rank_set_of(session).submit("cell", code, record.ranks, options)
-        BackgroundCell(task, record.timeout, session)
+        return lambda: BackgroundCell(task, record.timeout, session)
 
     def _look_at_cell(self, request: LookAtCell) -> CellNews:
         record = self._record(request.cell)

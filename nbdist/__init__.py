@@ -16,6 +16,7 @@
 #   base/         what all of them use: text, checks, limits, processes, addresses
 #   cluster/      how other machines become nodes
 #   lab/          what JupyterLab's pages reach in a kernel; server/: in the Jupyter server
+#   errands/      what agents want from this process's session; mcp_server/: an agent's server
 #   shells.py     what IPython shells keep alive, in the notebook and on ranks
 #   errors.py     the error tree; cuda_guard.py: who initialized CUDA in the notebook
 # The roles share only base/ and the modules at the top. Importing nbdist loads neither torch nor ipywidgets.

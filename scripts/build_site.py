@@ -39,6 +39,7 @@ CHAPTERS = {
         "guests",
         "scripts",
         "jobs",
+        "agents",
         "jupyterlab",
         "front_ends",
         "cuda_guard",

@@ -202,11 +202,7 @@ class AgentTools:
         notes: list[str] = []
 
         def begin() -> Session:
-            return self._links.start(
-                lambda keep: Session(
-                    ranks, gpus=gpus, keep=keep, replace=False, progress=lambda line: notes.append(str(line))
-                )
-            )
+            return self._links.start(ranks, gpus, lambda line: notes.append(str(line)))
 
         return await self._begun(context, await _in_thread(begin), notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from nbdist.base.text import counted
 from nbdist.client.costs.cell_steps import LastSteps
 from nbdist.client.magics.memory_parts import held_table
 from nbdist.client.session.session import Session, rank_set_of
-from nbdist.client.start.farewell import LINGER
+from nbdist.client.start.farewell import LINGER, LINGER_VARIABLE
+from nbdist.client.start.starting import StartLine
 from nbdist.errands.errand_offer import offer
 from nbdist.errors import SessionBroken, SessionClosed, SessionError, UsageError
 from nbdist.wire.messages.errands import AnyErrand, Errand, ErrandDone, LookAtCell, SaveRanks
@@ -147,15 +149,22 @@ class SessionLinks:
 
     # --- this process's own
 
-    def start(self, make: Callable[[bool], Session]) -> Session:
-        """Start a session. `make`: makes it, is told whether it outlives this process.
+    def start(self, ranks: int | None, gpus: str | None, progress: Callable[[StartLine], None]) -> Session:
+        """Start a session.
+
+        Args:
+            ranks: How many; None: one for each GPU.
+            gpus: Which GPUs; None: all that are needed.
+            progress: Called with a line while they start.
 
         Raises:
             UsageError: There is one already.
         """
+        linger = LINGER if self._keep and LINGER_VARIABLE not in os.environ else None
         with self._starting:
             self._refuse_second("start")
-            self._own, self._started = make(self._keep), True
+            self._own = Session(ranks, gpus=gpus, keep=self._keep, linger=linger, replace=False, progress=progress)
+            self._started = True
             return self._own
 
     def attach(self, name: str | None, show: Callable[[str], None]) -> Session:
@@ -166,6 +175,10 @@ class SessionLinks:
         """
         with self._starting:
             self._refuse_second("attach")
+            found = self._others() if name is None else [visits.reach(name)]
+            if found and all(each.left is None for each in found):
+                holders = "; ".join(f"{each.name} is driven by {each.holder}" for each in found)
+                raise UsageError(f"session {holders}: use it as it is, without `attach`")
             self._own, self._started = Session.attach(name, keep=True, show=show), False
             return self._own
 

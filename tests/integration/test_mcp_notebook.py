@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -172,3 +174,15 @@ def test_a_notebook_takes_an_agent_s_session_and_the_agent_goes_on_in_it(noteboo
         assert notebook.ok("%%distributed\nprint(x)").lines == both("4")
         assert agent.run("x + 1")["values"] == {"0-1": "5"}
         notebook.ok("%distributed stop")
+
+
+def test_a_session_that_a_script_drives_refuses_agents() -> None:
+    code = "import nbdist, sys\nwith nbdist.Session(2) as session: print(session.name, flush=True), sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as script:
+        assert script.stdin is not None and script.stdout is not None
+        with AgentClient(session=script.stdout.readline().strip()) as agent:
+            assert f"driven by a script (pid {script.pid})" in agent.fails("run", code="1")
+            assert "use it as it is, without `attach`" in agent.fails("attach")
+        script.stdin.close()

@@ -70,6 +70,20 @@ def newest_cell(code: str) -> int:
     return next((number for number in range(len(cells) - 1, 0, -1) if cells[number].rstrip() == wanted), 0)
 
 
+def from_first_line(cell: str, above: int = 0) -> tuple[str, int]:
+    """Return a cell without leading blank lines, which IPython would not count, and the number of lines above it.
+
+    Args:
+        cell: The cell.
+        above: Lines that stand above it.
+    """
+    lines = cell.split("\n")
+    blank = 0
+    while blank < len(lines) - 1 and not lines[blank].strip():
+        blank += 1
+    return "\n".join(lines[blank:]), above + blank
+
+
 def cell_files() -> Mapping[str, int]:
     """Return the numbers of the cells that have run here, by the names that their code has for a file."""
     numbers: Mapping[str, int] = getattr(getattr(current(), "compile", None), "_filename_map", {})

@@ -146,20 +146,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def from_first_line(cell: str, above: int = 0) -> tuple[str, int]:
-    """Return a cell without leading blank lines, which IPython would not count, and the number of lines above it.
-
-    Args:
-        cell: The cell.
-        above: Lines that stand above it.
-    """
-    lines = cell.split("\n")
-    blank = 0
-    while blank < len(lines) - 1 and not lines[blank].strip():
-        blank += 1
-    return "\n".join(lines[blank:]), above + blank
-
-
 def split_commas(text: str) -> list[str]:
     """Return the words of a list: "0, 2" has "0" and "2"."""
     return [part.strip() for part in text.split(",") if part.strip()]

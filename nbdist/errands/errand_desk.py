@@ -14,7 +14,7 @@ from typing import Protocol
 from nbdist import shells
 from nbdist.base.checks import check_seconds
 from nbdist.base.ranks import describe_ranks
-from nbdist.base.text import counted, from_first_line
+from nbdist.base.text import counted
 from nbdist.client.ranks import observers
 from nbdist.client.ranks.background import BackgroundCell
 from nbdist.client.ranks.rank_set import RankSet
@@ -174,7 +174,7 @@ class ErrandDesk:
         session = self._session()
         if session is None:
             raise SessionClosed("the session has ended")
-        code, offset = from_first_line(record.code)
+        code, offset = shells.from_first_line(record.code)
         options = CellOptions(record.number, offset, show=self._shows)
         task = rank_set_of(session).submit("cell", code, record.ranks, options)
         return lambda: BackgroundCell(task, record.timeout, session)

@@ -20,7 +20,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from nbdist import cuda_guard, shells
 from nbdist.base import requirements
 from nbdist.base.ranks import describe_ranks, format_ranks
-from nbdist.base.text import counted, from_first_line, size, span, table
+from nbdist.base.text import counted, size, span, table
 from nbdist.client.base import interruption
 from nbdist.client.costs import history
 from nbdist.client.costs.cell_memory import parse_mark
@@ -218,7 +218,7 @@ class DistributedMagics(Magics):
         if arguments.background and arguments.profile is not None:
             raise UsageError("--profile shows its table below the cell, so it can't be combined with --background")
         session = self._session_for_cell(arguments.auto)
-        code, offset = from_first_line(cell, 0 if arguments.auto else 1)
+        code, offset = shells.from_first_line(cell, 0 if arguments.auto else 1)
         number = shells.cell_number()
         _check_syntax(code, offset, number)
         ranks = rank_set_of(session).among(arguments.ranks)

@@ -118,7 +118,6 @@ class ErrandDesk:
             case RunCell():
                 return ErrandDone(0, cell=self._run(rank_set, request, who, later))
             case LookAtCell():
-                del session  # its end must not wait for this
                 return ErrandDone(0, cell=self._look_at_cell(request))
             case InterruptCells():
                 return ErrandDone(0, stopped=self._interrupt(rank_set, request, who))

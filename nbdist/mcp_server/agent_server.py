@@ -37,13 +37,13 @@ def serve(*, read_only: bool, port: int | None, token_file: str | None, keep: bo
     from nbdist.mcp_server.session_links import SessionLinks
 
     if port is None:
-        links = SessionLinks(keep=keep)
+        links = SessionLinks(keep=keep, read_only=read_only)
         with _Ending(links):
             anyio.run(make_server(links, read_only=read_only).run_stdio_async)
         return 0
     token, found = http_access.find_token(token_file), http_access.listen(port)
     port = found.getsockname()[1]
-    links = SessionLinks(keep=keep)
+    links = SessionLinks(keep=keep, read_only=read_only)
     settings, verifier = http_access.auth_settings(port), http_access.KnownToken(token)
     server = make_server(links, read_only=read_only, auth=settings, token_verifier=verifier)
     where = f"the token {token.source}" if token.source else token.text

@@ -96,10 +96,12 @@ class SessionLinks:
 
     Args:
         keep: Whether the sessions that this process starts outlive it.
+        read_only: Whether it starts and takes over none.
     """
 
-    def __init__(self, *, keep: bool = False) -> None:
+    def __init__(self, *, keep: bool = False, read_only: bool = False) -> None:
         self._keep = keep
+        self._read_only = read_only
         self._offer = offer(_Verbs())
         self._own: Session | None = None
         self._started = False  # here, and not attached
@@ -127,7 +129,7 @@ class SessionLinks:
         """
         own = self.own()
         if own is not None and own.name.startswith(name or ""):
-            return _checked(own.name, self._offer.do(own, request, who))
+            return _checked(self._offer.do(own, request, who))
         if name is None and self._own is not None and (self._own.broken or not self._others()):
             raise SessionClosed(self._own.broken or "the session of this server has ended: `start` starts another")
         full, line = self._line(name)
@@ -142,10 +144,13 @@ class SessionLinks:
                 f"`nbdist stop {full}` in a terminal ends it"
             )
         if answer.alone:
-            raise UsageError(
-                f"no notebook drives session {full}: `attach` with session={full!r} makes this server its client"
-            )
-        return _checked(full, answer)
+            way_out = f"`attach` with session={full!r} makes this server its client"
+            if self._read_only:
+                way_out = "this server only looks, and nobody else can be asked. `%distributed attach` takes it over"
+            raise UsageError(f"no notebook drives session {full}: {way_out}")
+        if answer.error:
+            self._only = None  # it may have lost its ranks, and another may have some
+        return _checked(answer)
 
     # --- this process's own
 
@@ -230,9 +235,19 @@ class SessionLinks:
             return self._only[1]
         others = self._others()
         if len(others) != 1:
-            raise _not_one(others)
+            raise self._not_one(others)
         self._only = present, others[0].name
         return others[0].name
+
+    def _not_one(self, others: list[visits.Found]) -> UsageError:
+        if others:
+            names = ", ".join(found.name for found in others)
+            count = counted(len(others), "session")
+            return UsageError(f"there are {count} ({names}): pass the `session` that you mean")
+        by_user = "have the user run `%distributed start` in a notebook"
+        return UsageError(
+            f"there is no session on this machine: {by_user if self._read_only else f'call `start`, or {by_user}'}"
+        )
 
     @staticmethod
     def _others() -> list[visits.Found]:
@@ -251,16 +266,7 @@ def own_linger(session: Session) -> float:
     return rank_set_of(session).linger or LINGER
 
 
-def _not_one(others: list[visits.Found]) -> UsageError:
-    if not others:
-        return UsageError(
-            "there is no session on this machine: call `start`, or have the user run `%distributed start` in a notebook"
-        )
-    names = ", ".join(found.name for found in others)
-    return UsageError(f"there are {counted(len(others), 'session')} ({names}): pass the `session` that you mean")
-
-
-def _checked(name: str, answer: ErrandDone) -> ErrandDone:
+def _checked(answer: ErrandDone) -> ErrandDone:
     if answer.error:
         raise SessionError(answer.error)
     return answer

@@ -15,7 +15,6 @@ import pytest
 from testbed.agent_client import AgentClient, text_of
 from testbed.kernel import wait_until
 from tests.conftest import sharing
-from tests.support.leftovers import processes_of_this_run
 
 LOOKING = {"sessions", "cell", "status", "stacks", "flight", "memory", "why", "variables", "logs"}
 ACTING = {"start", "attach", "detach", "run", "interrupt", "save", "stop"}
@@ -290,11 +289,13 @@ def test_a_controller_that_dies_is_told(own_agent: AgentClient) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_and_its_ranks(number: signal.Signals) -> None:
     with AgentClient() as client:
-        server = Server(client).pid
+        server = psutil.Process(Server(client).pid)
         client.call("start", ranks=2)
         client.call("run", code="import time\ntime.sleep(600)")
-        os.kill(server, number)
-        wait_until(lambda: not processes_of_this_run(), lambda: f"the end of {processes_of_this_run()}")
+        processes = [server, *server.children(recursive=True)]
+        assert len(processes) >= 5
+        server.send_signal(number)
+        wait_until(lambda: not any(each.is_running() for each in processes), f"the end of {processes}")
 
 
 def test_ranks_that_are_kept_outlive_the_server_and_another_attaches(no_sessions: dict[str, str]) -> None:

@@ -37,6 +37,7 @@ class CellRecord:
         ranks: Where.
         state: Its state.
         timeout: Seconds after which its ranks are interrupted.
+        ranks_set: Which set of the session's ranks is meant: its number.
         headline: Shown where the cell's output is shown, before it.
         task: What runs it, until it has ended.
         over: Set when it has ended.
@@ -52,6 +53,7 @@ class CellRecord:
     ranks: list[int]
     state: CellState = "queued"
     timeout: float | None = None
+    ranks_set: int = 0
     headline: str = ""
     task: TaskRecord | None = None
     over: threading.Event = field(default_factory=threading.Event)

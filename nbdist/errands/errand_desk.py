@@ -33,6 +33,7 @@ from nbdist.wire.messages.errands import (
     AnyErrand,
     CellNews,
     ErrandDone,
+    HealRanks,
     InterruptCells,
     LookAtCell,
     LookAtRanks,
@@ -125,6 +126,8 @@ class ErrandDesk:
                 return ErrandDone(0, session=self._look_at_ranks(session, memory=memory))
             case SaveRanks(directory=directory, keep=keep, stop=stop):
                 return _text(str(session.save(directory, keep=keep, stop=stop)))
+            case HealRanks(ranks=ranks, kill=kill):
+                return _text(str(session.heal(ranks, kill=kill, progress=None)))
             case StopRanks():
                 self._traffic.notify(Notice(f"the session was stopped by {who}"))
                 session.close()
@@ -156,6 +159,7 @@ class ErrandDesk:
             raise UsageError("there is no code to run: pass the text of a cell")
         ranks = rank_set.choose(request.ranks)
         record = CellRecord(next(self._numbers), who, request.code, ranks, timeout=request.timeout)
+        record.ranks_set = rank_set.sets_started
         if self._shows:
             record.headline = _headline(record)
         self._records.add(record)
@@ -173,6 +177,8 @@ class ErrandDesk:
         session = self._session()
         if session is None:
             raise SessionClosed("the session has ended")
+        if rank_set_of(session).sets_started != record.ranks_set:
+            raise SessionClosed("the ranks were restarted before its turn: nothing of it has run")
         code, offset = shells.from_first_line(record.code)
         options = CellOptions(record.number, offset, show=self._shows)
         task = rank_set_of(session).submit("cell", code, record.ranks, options)

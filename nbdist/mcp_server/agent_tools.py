@@ -26,6 +26,7 @@ from nbdist.wire.messages.errands import (
     AnyErrand,
     CellNews,
     ErrandDone,
+    HealRanks,
     InterruptCells,
     LookAtCell,
     LookAtRanks,
@@ -270,6 +271,19 @@ class AgentTools:
         """Save the ranks' variables, models and optimizers to a folder. `%distributed start --from` restores."""
         return await self._read(context, session, SaveRanks(directory, keep, stop))
 
+    async def heal(
+        self,
+        context: Context,
+        ranks: RankNames = None,
+        kill: Annotated[bool, Field(description="First end these ranks, which live: for one stuck for good.")] = False,
+        session: SessionName = None,
+    ) -> Annotated[CallToolResult, TextPage]:
+        """Replace ranks that have died by new processes: the others keep their variables, models and process groups.
+
+        The new ranks run the imports and definitions of earlier cells; other variables are missing there.
+        """
+        return await self._read(context, session, HealRanks(ranks, kill))
+
     async def stop(self, context: Context, session: SessionName = None) -> Annotated[CallToolResult, TextPage]:
         """End the ranks of a session, the user's too. All their variables are lost; `save` keeps them."""
         return await self._read(context, session, StopRanks())
@@ -322,7 +336,10 @@ def add_tools(server: MCPServer[Any], links: SessionLinks, *, read_only: bool) -
         tools.variables,
         tools.logs,
     )
-    adding, destroying = (tools.start, tools.attach, tools.detach, tools.save), (tools.run, tools.interrupt, tools.stop)
+    adding, destroying = (
+        (tools.start, tools.attach, tools.detach, tools.save),
+        (tools.run, tools.heal, tools.interrupt, tools.stop),
+    )
     chosen: list[tuple[Callable[..., Any], ToolAnnotations]] = [(each, _LOOKS) for each in looking]
     if not read_only:
         chosen += [(each, _ADDS) for each in adding] + [(each, _DESTROYS) for each in destroying]

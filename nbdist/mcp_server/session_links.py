@@ -19,10 +19,10 @@ from nbdist.client.start.farewell import LINGER, LINGER_VARIABLE
 from nbdist.client.start.starting import StartLine
 from nbdist.errands.errand_offer import offer
 from nbdist.errors import SessionBroken, SessionClosed, SessionError, UsageError
-from nbdist.wire.messages.errands import AnyErrand, Errand, ErrandDone, LookAtCell, SaveRanks
+from nbdist.wire.messages.errands import AnyErrand, Errand, ErrandDone, HealRanks, LookAtCell, SaveRanks
 
 _LIMIT = 10.0  # seconds for an answer, besides those that a request wants to wait
-_SAVE_LIMIT = 600.0
+_LONG_LIMIT = 600.0  # of what ranks may take long for
 _IDLE_LINES = 4  # connections to a session that are kept
 
 
@@ -273,6 +273,6 @@ def _checked(answer: ErrandDone) -> ErrandDone:
 
 
 def _limit_of(request: AnyErrand) -> float:
-    if isinstance(request, SaveRanks):
-        return _SAVE_LIMIT
+    if isinstance(request, SaveRanks | HealRanks):
+        return _LONG_LIMIT
     return _LIMIT + (request.wait if isinstance(request, LookAtCell) else 0.0)

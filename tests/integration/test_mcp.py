@@ -17,7 +17,7 @@ from testbed.kernel import wait_until
 from tests.conftest import sharing
 
 LOOKING = {"sessions", "cell", "status", "stacks", "flight", "memory", "why", "variables", "logs"}
-ACTING = {"start", "attach", "detach", "run", "interrupt", "save", "stop"}
+ACTING = {"start", "attach", "detach", "run", "interrupt", "save", "heal", "stop"}
 STUCK = """
 import torch, torch.distributed as dist
 if rank == 1:
@@ -265,7 +265,7 @@ def test_a_session_that_has_ended_says_so_and_another_can_start(own_agent: Agent
     assert own_agent.run("world_size")["values"] == {"0-1": "2"}
 
 
-def test_a_rank_that_dies_is_told(own_agent: AgentClient) -> None:
+def test_a_rank_that_dies_is_told_and_replaced(own_agent: AgentClient) -> None:
     started = own_agent.call("start", ranks=2)["session"]
     cell = own_agent.call("run", code="import time\ntime.sleep(600)")["cell"]
     os.kill(started["ranks"][1]["pid"], signal.SIGKILL)
@@ -274,6 +274,9 @@ def test_a_rank_that_dies_is_told(own_agent: AgentClient) -> None:
     assert own_agent.call("status")["ranks"][1]["state"] == "dead"
     assert "rank 1 died" in own_agent.fails("run", code="1")
     assert own_agent.run("rank", ranks="0")["values"] == {"0": "0"}
+    assert "rank 1 replaced" in own_agent.call("heal")["text"]
+    assert own_agent.run("rank")["values"] == {"0": "0", "1": "1"}
+    assert "rank 0" in own_agent.fails("heal", ranks="0")
 
 
 def test_a_controller_that_dies_is_told(own_agent: AgentClient) -> None:
@@ -286,7 +289,7 @@ def test_a_controller_that_dies_is_told(own_agent: AgentClient) -> None:
     assert "the session's controller" in own_agent.fails("cell", cell=cell)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_the_server_and_its_ranks(number: signal.Signals) -> None:
     with AgentClient() as client:
         server = psutil.Process(Server(client).pid)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -94,6 +95,16 @@ def test_cells_from_before_are_known_with_their_output(own_ranks: Kernel) -> Non
         assert news["output"] == "[0-1] long ago\n" and news["state"] == "ended" and news["by"] == "notebook"
 
 
+def test_an_agent_that_leaves_ends_nothing_of_the_notebook_s(own_ranks: Kernel) -> None:
+    with AgentClient(session=name_of(own_ranks)) as agent:
+        busy = agent.call("run", code="import time\nprint('at it')\ntime.sleep(600)")["cell"]
+        agent.await_cell(busy, lambda news: news["output"])
+    with AgentClient(session=name_of(own_ranks)) as other:
+        assert other.call("cell", cell=busy)["state"] == "running"
+        other.call("interrupt")
+        assert other.finish(busy)["state"] == "interrupted"
+
+
 def test_two_agents_at_once_share_the_ranks(own_ranks: Kernel) -> None:
     session = name_of(own_ranks)
     with AgentClient(name="one", session=session) as one, AgentClient(name="two", session=session) as two:
@@ -149,6 +160,41 @@ def test_an_agent_that_stops_the_session_says_so_in_the_notebook(own_ranks: Kern
     last.wait_late("the session was stopped by agent claude")
     own_ranks.fails("%%distributed\n1", "SessionClosed")
     own_ranks.ok("%distributed start -n 2")
+
+
+def test_a_notebook_that_leaves_is_told_and_serves_again_when_it_is_back(own_ranks: Kernel, agent: AgentClient) -> None:
+    busy = agent.call("run", code="import time\nprint('at it')\ntime.sleep(600)")["cell"]
+    agent.await_cell(busy, lambda news: news["output"])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(agent.fails, "cell", cell=busy, wait=30)
+        own_ranks.ok("%distributed detach --linger 60s")
+        text = waiting.result(20)
+    assert "the client that drives this session has left it" in text or "no notebook drives session" in text
+    assert "no notebook drives session" in agent.fails("status")
+    own_ranks.ok("%distributed attach")
+    assert agent.call("interrupt")["running"] == [busy]
+    assert agent.finish(busy)["state"] == "interrupted"
+
+
+def test_ranks_that_are_restarted_lose_the_agent_s_cells(own_ranks: Kernel, agent: AgentClient) -> None:
+    busy = agent.call("run", code="import time\ntime.sleep(600)")["cell"]
+    queued = agent.call("run", code="print('on the old ranks')")["cell"]
+    own_ranks.ok("%distributed restart")
+    lost = agent.finish(busy)
+    assert lost["state"] == "lost" and "the ranks were restarted" in lost["failure"]
+    assert agent.finish(queued)["state"] == "lost" and agent.call("cell", cell=queued)["output"] == ""
+    assert agent.run("print('on new ranks')")["output"] == "[0-1] on new ranks\n"
+
+
+@pytest.mark.slow
+def test_a_kernel_that_hangs_is_told(own_ranks: Kernel, agent: AgentClient) -> None:
+    agent.run("1")
+    os.kill(own_ranks.pid, signal.SIGSTOP)
+    try:
+        assert "did not answer within 10 s" in agent.fails("status")
+    finally:
+        os.kill(own_ranks.pid, signal.SIGCONT)
+    assert agent.run("rank", ranks="0")["values"] == {"0": "0"}
 
 
 def test_after_a_crash_of_the_kernel_an_agent_takes_over_only_if_it_says_so() -> None:

@@ -102,6 +102,13 @@ class SaveRanks(ErrandRequest, frozen=True):
     stop: bool = False
 
 
+class HealRanks(ErrandRequest, frozen=True):
+    """Replace ranks that have died. kill: end these ranks first, which live."""
+
+    ranks: str | None = None
+    kill: bool = False
+
+
 class StopRanks(ErrandRequest, frozen=True):
     """End the ranks."""
 
@@ -118,6 +125,7 @@ AnyErrand = (
     | ReadVariables
     | ReadLogs
     | SaveRanks
+    | HealRanks
     | StopRanks
 )
 

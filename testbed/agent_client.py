@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 from anyio.from_thread import start_blocking_portal
@@ -25,6 +25,7 @@ class AgentClient:
         url: Of a server that listens; "": none, it starts one.
         token: For that server.
         name: The agent's program.
+        protocol: "legacy": the handshake of older clients.
         session: Which session it means; None: the only one.
         environment: Variables of the server besides this process's.
 
@@ -38,6 +39,7 @@ class AgentClient:
         url: str = "",
         token: str = "",
         name: str = "tester",
+        protocol: Literal["auto", "legacy"] = "auto",
         session: str | None = None,
         **environment: str,
     ) -> None:
@@ -51,7 +53,7 @@ class AgentClient:
             http = httpx2.AsyncClient(headers=headers)
             self._stack.enter_context(self._portal.wrap_async_context_manager(http))
             server = streamable_http_client(url, http_client=http)
-        client = Client(server, client_info=Implementation(name=name, version="1"))
+        client = Client(server, client_info=Implementation(name=name, version="1"), mode=protocol)
         try:
             self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(client))
         except BaseException:

@@ -18,8 +18,8 @@ from nbdist.wire.messages.errands import TextPage
 from nbdist.wire.messages.output import STDERR, STDOUT, LogPart
 
 PAGE = 8_000  # characters
-_KEPT = 8_000_000  # characters of a transcript
-_OPEN = 32  # transcripts that are kept
+_KEPT = 4_000_000  # characters of a transcript
+_OPEN = 8  # transcripts that are kept
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x08")
 _STREAMS: dict[int, Stream] = {STDOUT: "stdout", STDERR: "stderr"}
 _WINDOW = 0.05  # seconds that a line would wait for the same one of other ranks
@@ -85,7 +85,8 @@ class Transcript:
             if not self._take_part(over=over):
                 break
         start = max(self._begin, self._end - PAGE if since < 0 else min(since, self._end))
-        shown = self._text[start - self._begin :][:PAGE]
+        first = start - self._begin
+        shown = self._text[first : first + PAGE]
         left = self._end - start - len(shown)
         unread = max(0, self._size - self._taken) if wanted is not None else 0  # in bytes
         missing = f"{start - since:,} characters before this page are not kept here; " if 0 <= since < start else ""

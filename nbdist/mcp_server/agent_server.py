@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ def serve(*, read_only: bool, port: int | None, token_file: str | None, keep: bo
     from nbdist.mcp_server.session_links import SessionLinks
 
     if port is None:
+        if sys.stdin.isatty():
+            print("nbdist mcp waits for an agent on standard input; an agent's program starts it", file=sys.stderr)
         links = SessionLinks(keep=keep, read_only=read_only)
         with _Ending(links):
             anyio.run(make_server(links, read_only=read_only).run_stdio_async)

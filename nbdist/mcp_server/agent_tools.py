@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import time
 from collections.abc import Callable
@@ -344,7 +345,7 @@ def add_tools(server: MCPServer[Any], links: SessionLinks, *, read_only: bool) -
     if not read_only:
         chosen += [(each, _ADDS) for each in adding] + [(each, _DESTROYS) for each in destroying]
     for function, hints in chosen:
-        server.add_tool(function, annotations=hints)
+        server.add_tool(function, description=inspect.cleandoc(function.__doc__ or ""), annotations=hints)
 
 
 def make_server(links: SessionLinks, *, read_only: bool, **more: Any) -> MCPServer[Any]:

@@ -71,6 +71,7 @@ def test_tools_say_what_they_do_and_whether_they_change_anything(agent: AgentCli
     assert set(tools) == LOOKING | ACTING
     for name, tool in tools.items():
         assert tool.description and tool.annotations and tool.output_schema, name
+        assert "\n  " not in tool.description, tool.description
         assert tool.annotations.read_only_hint == (name in LOOKING), name
         undescribed = [key for key, value in tool.input_schema["properties"].items() if not value.get("description")]
         assert undescribed == [], name
@@ -316,6 +317,11 @@ def test_ranks_that_are_kept_outlive_the_server_and_another_attaches(no_sessions
         assert other.call("cell", cell=cell)["output"] == "[0-1] printed before\n"
         assert other.run("1")["cell"] > cell
         other.call("stop")
+
+
+def test_a_client_of_an_older_protocol_is_served() -> None:
+    with AgentClient("--read-only", protocol="legacy", name="old") as client:
+        assert "sessions" in client.call("sessions") and set(client.tools()) == LOOKING
 
 
 def test_a_read_only_server_offers_only_tools_that_look() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from typing import Any, Literal
+from typing import Any
 
 import httpx2
 from anyio.from_thread import start_blocking_portal
@@ -39,7 +39,7 @@ class AgentClient:
         url: str = "",
         token: str = "",
         name: str = "tester",
-        protocol: Literal["auto", "legacy"] = "auto",
+        protocol: str = "auto",
         session: str | None = None,
         **environment: str,
     ) -> None:

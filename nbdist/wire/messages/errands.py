@@ -16,7 +16,7 @@ from nbdist.wire.base.message import Message, Seconds
 CellState = Literal["queued", "running", "done", "failed", "interrupted", "lost", "ended"]
 
 
-class ErrandRequest(msgspec.Struct, frozen=True, tag=True):
+class ErrandRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Base of what can be asked."""
 
 

@@ -64,7 +64,7 @@ _DESTROYS = ToolAnnotations(read_only_hint=False, destructive_hint=True, open_wo
 A = TypeVar("A")
 
 SessionName = Annotated[
-    str | None, Field(description="Name of the session, or its first characters. Default: the only one.")
+    str | None, Field(description="Name of the session, or its start. Default: this server's own, else the only one.")
 ]
 RankNames = Annotated[str | None, Field(description='Ranks, as "0,2-3". Default: all.')]
 CellNumber = Annotated[int, Field(description="The cell's number, as `run` or `status` gives it.")]

@@ -40,7 +40,7 @@ def find_token(file: str | None) -> HttpToken:
     """
     if file is not None:
         return _checked(HttpToken(_read(Path(file).expanduser()), f"in {file}"))
-    if text := os.environ.get(TOKEN_VARIABLE, "").strip():
+    if text := os.environ.pop(TOKEN_VARIABLE, "").strip():  # ranks need not know it
         return _checked(HttpToken(text, f"in {TOKEN_VARIABLE}"))
     return HttpToken(secrets.token_urlsafe(32))
 

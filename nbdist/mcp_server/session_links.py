@@ -106,6 +106,7 @@ class SessionLinks:
         self._own: Session | None = None
         self._started = False  # here, and not attached
         self._lines: dict[str, _Line] = {}
+        self._full_names: dict[str, str] = {}  # by what agents call sessions
         self._only: tuple[frozenset[str], str] | None = None  # what was there, and the only one with ranks
         self._lock = threading.Lock()
         self._starting = threading.Lock()
@@ -219,14 +220,15 @@ class SessionLinks:
     # --- others'
 
     def _line(self, name: str | None) -> tuple[str, _Line]:
+        full = self._full_names.get(name) if name is not None else self._only_one()
         with self._lock:
-            full = name if name in self._lines else None
-        if full is None:
-            full = self._only_one() if name is None else visits.reach(name).name
+            if full is not None and full in self._lines:
+                return full, self._lines[full]
+        found = visits.reach(full or name or "")
         with self._lock:
-            if full not in self._lines:
-                self._lines[full] = _Line(visits.reach(full).key_file)
-            return full, self._lines[full]
+            if name is not None:
+                self._full_names[name] = found.name
+            return found.name, self._lines.setdefault(found.name, _Line(found.key_file))
 
     def _only_one(self) -> str:
         """Return the name of the only session of others."""
@@ -256,6 +258,7 @@ class SessionLinks:
     def _forget(self, name: str) -> None:
         self._only = None
         with self._lock:
+            self._full_names = {short: full for short, full in self._full_names.items() if full != name}
             line = self._lines.pop(name, None)
         if line is not None:
             line.close()

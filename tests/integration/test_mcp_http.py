@@ -101,6 +101,8 @@ def test_without_the_token_nobody_is_let_in(alone: dict[str, str]) -> None:
             AgentClient(url=server.url, token="wrong" * 8)
         with AgentClient(url=server.url, token=TOKEN) as agent:
             assert agent.call("sessions") == {"sessions": []}
+            agent.call("start", ranks=1)
+            assert agent.run("import os\nos.environ.get('NBDIST_MCP_TOKEN')")["values"] == {}
 
 
 def test_it_listens_on_loopback_only_and_not_for_pages_of_other_hosts(alone: dict[str, str]) -> None:

@@ -164,7 +164,7 @@ class CellRecords(Observer):
         if not task.runs_users_code or task not in self._traffic.running(task.ranks).values():
             return
         record = self._records.get(task.number)
-        if record is None or record.state != "queued":
+        if record is None or record.task is not None or record.over.is_set():
             record = CellRecord(task.number, self._user, task.code, task.ranks)
             self.add(record)
         record.begin(task)

@@ -163,17 +163,13 @@ class ErrandDesk:
         if self._shows:
             record.headline = _headline(record)
         self._records.add(record)
-        try:
-            begun = self._queue.put(record)
-        except NbdistError as error:
-            record.end("failed", str(error))
-            raise
-        if begun is not None:
-            later(begun)
+        begin = self._queue.put(record)
+        if begin is not None:
+            later(begin)
         return self._news(record)
 
-    def _begin(self, record: CellRecord) -> Later:
-        """Begin a cell, in the thread of who wants it or of the queue. Returns what takes its output from then on."""
+    def _begin(self, record: CellRecord) -> None:
+        """Begin a cell, in the thread of who wants it or of the queue."""
         session = self._session()
         if session is None:
             raise SessionClosed("the session has ended")
@@ -182,7 +178,7 @@ class ErrandDesk:
         code, offset = shells.from_first_line(record.code)
         options = CellOptions(record.number, offset, show=self._shows)
         task = rank_set_of(session).submit("cell", code, record.ranks, options)
-        return lambda: BackgroundCell(task, record.timeout, session)
+        BackgroundCell(task, record.timeout, session)
 
     def _look_at_cell(self, request: LookAtCell) -> CellNews:
         record = self._record(request.cell)

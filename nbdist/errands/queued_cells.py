@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,31 +20,32 @@ class QueuedCells:
 
     Args:
         traffic: The session's.
-        begin: Begins a cell; raises SessionBusy if its ranks are not free after all. Returns what is to be called soon.
+        begin: Begins a cell; raises SessionBusy if its ranks are not free after all.
     """
 
-    def __init__(self, traffic: Traffic, begin: Callable[[CellRecord], Later]) -> None:
+    def __init__(self, traffic: Traffic, begin: Callable[[CellRecord], object]) -> None:
         self._traffic = traffic
         self._begin = begin
         self._waiting: deque[CellRecord] = deque()
         self._lock = threading.Lock()
-        self._busy = False  # a thread begins those that wait
+        self._busy = False  # somebody begins those that wait
 
     def put(self, record: CellRecord) -> Later | None:
-        """Begin a cell now, or when its turn has come. Returns what is to be called soon.
+        """Have a cell begin when its turn has come.
 
-        Raises:
-            NbdistError: It can't run; it does not wait then.
+        Returns:
+            If that is now: what begins it, to be called soon. It then counts as running already.
         """
         with self._lock:
-            if not self._busy and not self._traffic.running(record.ranks):
-                with contextlib.suppress(SessionBusy):
-                    return self._begin(record)
             self._waiting.append(record)
-            if not self._busy:
-                self._busy = True
-                threading.Thread(target=self._run, name="nbdist-queue", daemon=True).start()
-        return None
+            if self._busy:
+                return None
+            self._busy = True
+        if self._traffic.running(record.ranks):
+            threading.Thread(target=self._begin_all, name="nbdist-queue", daemon=True).start()
+            return None
+        record.state = "running"
+        return self._begin_first
 
     def drop(self, wanted: Callable[[CellRecord], bool]) -> list[CellRecord]:
         """Give up cells that wait. Returns them."""
@@ -57,23 +57,36 @@ class QueuedCells:
             record.end("interrupted", "it was interrupted before its turn: nothing of it has run")
         return dropped
 
-    def _run(self) -> None:
+    def _begin_first(self) -> None:
+        """Begin the first, in the thread that calls, and leave those behind it to a thread of their own."""
+        with self._lock:
+            self._begin_next()
+            if not self._waiting:
+                self._busy = False
+                return
+        threading.Thread(target=self._begin_all, name="nbdist-queue", daemon=True).start()
+
+    def _begin_all(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
                     self._busy = False
                     return
-                record = self._waiting[0]
-            self._traffic.wait_free(record.ranks, _LOOK)
+                ranks = self._waiting[0].ranks
+            self._traffic.wait_free(ranks, _LOOK)
             with self._lock:
-                if not self._waiting or self._waiting[0] is not record:
-                    continue
-                if self._traffic.running(record.ranks):
-                    continue
-                try:
-                    self._begin(record)()
-                except SessionBusy:
-                    continue
-                except NbdistError as error:
-                    record.end("lost" if isinstance(error, SessionError) else "failed", str(error))
-                self._waiting.popleft()
+                self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin the first that waits, if its ranks are free. With the lock, so that it can't be dropped meanwhile."""
+        if not self._waiting or self._traffic.running(self._waiting[0].ranks):
+            return
+        record = self._waiting[0]
+        try:
+            self._begin(record)
+        except SessionBusy:
+            record.state = "queued"
+            return
+        except NbdistError as error:
+            record.end("lost" if isinstance(error, SessionError) else "failed", str(error))
+        self._waiting.popleft()

@@ -22,7 +22,8 @@ from nbdist.wire.messages.output import Notice
 
 _RECORDS = 500  # that are kept
 _LINE = 80  # characters of a cell's first line
-_VALUE = 2_000  # characters of a value
+_VALUE = 2_000  # characters of a value, or of a display
+_DISPLAYS = 10
 _STATES: dict[str, CellState] = {"ok": "done", "error": "failed", "died": "failed", "interrupted": "interrupted"}
 
 
@@ -45,6 +46,7 @@ class CellRecord:
         error: What that has raised.
         failure: The report.
         values: The value of the last expression, by ranks.
+        displays: What it has displayed, as text.
     """
 
     number: int
@@ -61,6 +63,7 @@ class CellRecord:
     error: str = ""
     failure: str = ""
     values: dict[str, str] = field(default_factory=dict)
+    displays: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _ended: float | None = None
 
@@ -112,7 +115,7 @@ class CellRecord:
             self.failure = without_middle(plain(error.report))
             if error.first is not None:
                 self.failed_rank, self.error = error.first.rank, error.first.name
-        self.values = _values(task)
+        self.values, self.displays = _values(task), _displays(task)
         self.end(_STATES.get(task.status, "failed"))
 
 
@@ -123,6 +126,20 @@ def _values(task: TaskRecord) -> dict[str, str]:
         if part.result is not None:
             groups.setdefault(without_middle(part.result, _VALUE), []).append(rank)
     return {format_ranks(ranks): value for value, ranks in groups.items()}
+
+
+def _displays(task: TaskRecord) -> list[str]:
+    """Return the text of displays, equal ones of ranks once."""
+    groups: dict[str, list[int]] = {}
+    for rank, part in task.result.items():
+        texts = [str(data.get("text/plain", "")) for data in part.outputs]
+        if texts and texts[-1] == part.result:
+            texts.pop()
+        for text in dict.fromkeys(filter(None, texts)):
+            groups.setdefault(plain(text), []).append(rank)
+    shown = list(groups.items())[:_DISPLAYS]
+    left_out = [f"… {len(groups) - _DISPLAYS} more displays …"] if len(groups) > _DISPLAYS else []
+    return [*(f"[{format_ranks(ranks)}] {without_middle(text, _VALUE)}" for text, ranks in shown), *left_out]
 
 
 class CellRecords(Observer):

@@ -176,7 +176,7 @@ class ErrandDesk:
         if rank_set_of(session).sets_started != record.ranks_set:
             raise SessionClosed("the ranks were restarted before its turn: nothing of it has run")
         code, offset = shells.from_first_line(record.code)
-        options = CellOptions(record.number, offset, show=self._shows)
+        options = CellOptions(record.number, offset, show=self._shows, keep_displays=True)
         task = rank_set_of(session).submit("cell", code, record.ranks, options)
         BackgroundCell(task, record.timeout, session)
 
@@ -221,6 +221,7 @@ class ErrandDesk:
             record.error,
             record.failure,
             record.values,
+            record.displays,
             "; ".join(notes),
         )
 

@@ -114,7 +114,7 @@ class AgentTools:
         have printed. If `left` is not 0, call again with `next` as `since`.
         failure: of the rank that failed first, with its traceback; what others raised because of it follows.
         waits: which ranks have not moved for seconds, in which collective, and for which ranks they wait.
-        values: the value of the last expression, by ranks.
+        values: the value of the last expression, by ranks. displays: what your cell has displayed, as text.
         """
         news = await self._look_at_cell(context, session, cell, since, rank, wait)
         return _answer(news, answer_texts.of_cell(news))

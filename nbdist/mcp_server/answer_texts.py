@@ -82,6 +82,7 @@ def of_cell(news: CellNews) -> str:
         *([f"note: {news.note}"] if news.note else []),
         *([news.output.rstrip("\n")] if news.output else []),
         *([f"{news.left:,} more: call `cell` with since={news.next}"] if news.left else []),
+        *(f"display {text}" for text in news.displays),
         *(f"value on ranks {ranks}: {value}" for ranks, value in news.values.items()),
         *(f"rank {rank} {text}" for rank, text in news.waits.items()),
         *([news.failure] if news.failure else []),

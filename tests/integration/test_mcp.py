@@ -195,6 +195,22 @@ def test_the_output_of_one_rank(agent: AgentClient) -> None:
     assert "of 0" in agent.call("logs")["text"]
 
 
+def test_displays_are_text_at_the_end(agent: AgentClient) -> None:
+    code = (
+        "from IPython.display import HTML, display\ndisplay({'of': rank}, HTML('<b>x</b>'))\ndisplay('same')\nrank * 2"
+    )
+    ended = agent.run(code)
+    assert ended["displays"] == [
+        "[0] {'of': 0}",
+        "[0-1] <IPython.core.display.HTML object>",
+        "[0-1] 'same'",
+        "[1] {'of': 1}",
+    ]
+    assert ended["values"] == {"0": "0", "1": "2"}
+    many = agent.run("for i in range(30): display(i * 1000)")
+    assert len(many["displays"]) == 11 and many["displays"][-1] == "… 20 more displays …"
+
+
 def test_progress_bars_and_colors_are_plain_text(agent: AgentClient) -> None:
     code = "import sys\nfor i in range(3): sys.stdout.write(f'\\r{i}/3'); sys.stdout.flush()\n"
     code += "print('\\r\\x1b[31mdone\\x1b[0m')"

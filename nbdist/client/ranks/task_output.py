@@ -126,7 +126,7 @@ class TaskOutput:
                 self._parts[event.rank].add(event.stream, event.data)
             return
         self._unpaid.append(event)
-        if self._options.keep and event.kind in ("display", "result"):
+        if (self._options.keep or self._options.keep_displays) and event.kind in ("display", "result"):
             self._parts[event.rank].show(event.data, event.size)
 
 

@@ -31,6 +31,7 @@ class CellOptions:
         grace: Seconds that ranks may wait in a collective for one that raised; then they are freed.
         show: Whether output is shown in the notebook.
         keep: Whether output is kept in the task's result.
+        keep_displays: Whether only displays and last values are.
         profile: The folder for the ranks' traces; empty for no profile.
         setup: Whether ranks that replace dead ones run it first.
         file: What debuggers know the cell's code by; empty while none is on.
@@ -41,6 +42,7 @@ class CellOptions:
     grace: float = 1.0
     show: bool = False
     keep: bool = False
+    keep_displays: bool = False
     profile: str = ""
     setup: bool = False
     file: str = ""

@@ -159,7 +159,8 @@ class CellNews:
     output: a page of what it has printed; [0-3] stands before a line of ranks 0 to 3. next,
     left: of the page. waits: by rank, what one that has not moved for seconds waits in, and for whom. failed_rank,
     error: the rank that failed first, and its exception or signal. failure: the report, with the traceback of that
-    rank. values: by ranks, the value of the last expression. note: what else there is to know.
+    rank. values: by ranks, the value of the last expression. displays: what an agent's cell has displayed, as text,
+    once it has ended. note: what else there is to know.
     """
 
     cell: int
@@ -176,6 +177,7 @@ class CellNews:
     error: str = ""
     failure: str = ""
     values: dict[str, str] = field(default_factory=dict)
+    displays: list[str] = field(default_factory=list)
     note: str = ""
 
 

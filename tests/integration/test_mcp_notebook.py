@@ -20,7 +20,7 @@ SLEEP = "%%distributed\nimport time\nprint('at it')\ntime.sleep(600)"
 @pytest.fixture
 def agent(own_ranks: Kernel) -> Iterator[AgentClient]:
     """An agent beside a notebook with two ranks."""
-    with AgentClient(name="claude", session=name_of(own_ranks)) as client:
+    with AgentClient(name="helper", session=name_of(own_ranks)) as client:
         yield client
 
 
@@ -36,9 +36,9 @@ def test_an_agent_uses_the_notebook_s_variables_and_the_notebook_shows_its_cells
     last = own_ranks.start("'below this'")
     last.finish()
     ran = agent.run("x += 1\nprint('x is', x)")
-    assert ran["by"] == "agent claude" and sorted(ran["output"].splitlines()) == ["[0] x is 6", "[1] x is 7"]
+    assert ran["by"] == "agent helper" and sorted(ran["output"].splitlines()) == ["[0] x is 6", "[1] x is 7"]
     last.wait_late("x is 7")
-    assert f"agent claude runs cell {ran['cell']} on ranks 0-1:\n    x += 1\n    print" in last.outcome.stderr
+    assert f"agent helper runs cell {ran['cell']} on ranks 0-1:\n    x += 1\n    print" in last.outcome.stderr
     assert own_ranks.ok("%%distributed\nprint(x)").lines == {0: ["6"], 1: ["7"]}
     (found,) = [each for each in agent.call("sessions")["sessions"] if each["session"] == agent.session]
     assert found["ranks"] == 2 and found["driven_by"] == f"pid {own_ranks.pid}" and not found["own"]
@@ -64,7 +64,7 @@ def test_an_agent_sees_the_user_s_cell_waits_for_it_and_stops_it(own_ranks: Kern
     assert waiting["state"] == "queued" and f"cell {running['cell']}" in waiting["note"]
     assert agent.call("interrupt", cell=running["cell"])["running"] == [running["cell"]]
     outcome = cell.finish()
-    assert outcome.ename == "KeyboardInterrupt" and "interrupted by agent claude" in outcome.stderr, str(outcome)
+    assert outcome.ename == "KeyboardInterrupt" and "interrupted by agent helper" in outcome.stderr, str(outcome)
     assert agent.finish(waiting["cell"])["output"] == "[0-1] my turn\n"
     assert agent.call("cell", cell=running["cell"])["state"] == "interrupted"
 
@@ -157,7 +157,7 @@ def test_an_agent_that_stops_the_session_says_so_in_the_notebook(own_ranks: Kern
     last = own_ranks.start("%%distributed\nprint('there')")
     last.finish()
     assert "2 ranks of session" in agent.call("stop")["text"]
-    last.wait_late("the session was stopped by agent claude")
+    last.wait_late("the session was stopped by agent helper")
     own_ranks.fails("%%distributed\n1", "SessionClosed")
     own_ranks.ok("%distributed start -n 2")
 

@@ -17,6 +17,7 @@ from nbdist.worker.recovery.reset_models import buckets_settled, living, reset_m
 from testbed.kernel import Kernel
 from tests.conftest import _shared as shared
 from tests.stress.lost_steps import Scenarios
+from tests.support.group_of_one import group_of_one
 
 DDP_KINDS = [
     "DDP",
@@ -49,10 +50,8 @@ def no_models_of_other_tests() -> None:
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.parametrize("model", [*DDP_KINDS, *FSDP_KINDS, "by hand"])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nbdist.train.collective import participants
 from nbdist.worker.groups.timeouts import Timeouts
+from tests.support.group_of_one import group_of_one
 
 pytestmark = pytest.mark.torch_private
 
@@ -19,9 +20,8 @@ GIVEN = timedelta(seconds=20)
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=GIVEN)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(timeout=GIVEN):
+        yield
 
 
 def limit() -> timedelta:

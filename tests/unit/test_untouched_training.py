@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nbdist.metrics.compute.counting import bears_compiled_code
 from nbdist.metrics.memory import MemoryMeter
 from nbdist.metrics.steps import StepMeter
+from tests.support.group_of_one import group_of_one
 
 pytestmark = [pytest.mark.torch_private, pytest.mark.filterwarnings("ignore")]
 
@@ -34,9 +34,8 @@ STEPS, WIDTH = 6, 64
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 class Net(nn.Module):

@@ -204,7 +204,8 @@ class Controller:
 
     def _patience(self) -> int | None:
         members = self._members.due() if self._members is not None else None
-        dues = [self._side.leave_at, self._nodes.due(), self._visitors.descriptions.due(), members, self._save.due()]
+        dues = [self._side.leave_at, self._nodes.due(), self._visitors.descriptions.due(), members]
+        dues += [self._save.due()] if self._side.alone else []
         due = min(due for due in dues if due is not None)
         return None if due == float("inf") else min(max(0, int((due - time.monotonic()) * 1000) + 1), _LONGEST_POLL)
 
@@ -213,7 +214,8 @@ class Controller:
         self._nodes.tick(now)
         self._visitors.descriptions.tick(now)
         (self._members or self._sets).tick(now)
-        self._save.tick(now)
+        if self._side.alone:
+            self._save.tick(now)
 
     @property
     def _members(self) -> Members | None:

@@ -30,6 +30,9 @@ class UnattendedSave:
         poller: Which is to see what the process prints.
         session: The session's name.
         say: Keeps a line for the next client.
+
+    Attributes:
+        descriptor: Is ready when the process has printed something, or has ended; -1: there is none.
     """
 
     def __init__(
@@ -38,21 +41,17 @@ class UnattendedSave:
         self._side, self._sets, self._poller = side, sets, poller
         self._session = session
         self._say = say
+        self.descriptor = -1
         self._process: subprocess.Popen[bytes] | None = None
         self._said = b""
         self._rests_until = 0.0
-
-    @property
-    def descriptor(self) -> int:
-        """What is ready when the process has printed something, or has ended; -1: there is none."""
-        return -1 if self._process is None or self._process.stdout is None else self._process.stdout.fileno()
 
     def announced(self) -> None:
         """Save the session, as its end has been announced."""
         self._begin(time.monotonic() + _AGAIN)
 
     def due(self) -> float:
-        """Return the time of the next `tick`."""
+        """Return the time of the next `tick`, while there is no client."""
         if not self._is_wanted():
             return math.inf
         end = self._end()
@@ -73,7 +72,7 @@ class UnattendedSave:
         self._poller.unregister(self.descriptor)
         process.stdout.close()
         process.wait()
-        self._process = None
+        self._process, self.descriptor = None, -1
         self._say(self._said.decode(errors="replace").strip())
 
     def _is_wanted(self) -> bool:
@@ -104,4 +103,6 @@ class UnattendedSave:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/"
         )
+        assert self._process.stdout is not None
+        self.descriptor = self._process.stdout.fileno()
         self._poller.register(self.descriptor, zmq.POLLIN)

@@ -29,14 +29,19 @@ def notebook_in(tmp_path: Path) -> Iterator[Kernel]:
     wait_until(lambda: not files_of_sessions(), "files to go", 30)
 
 
-def leave_training(kernel: Kernel, folder: Path, flags: str) -> int:
-    """Kill a notebook whose ranks train. Returns its controller's process."""
+def train(kernel: Kernel, folder: Path, flags: str) -> int:
+    """Have ranks train. Returns the controller's process."""
     kernel.ok(f"%distributed start -n 2 --save saves {flags}", HANG)
     kernel.ok(SETUP)
     kernel.ok("%%distributed --background --capture cell\ntrain(10**9)")
     wait_until((folder / "trains-0").exists, "the first step", 30)
     wait_until((folder / "trains-1").exists, "the first step", 30)
-    controller = find(kernel.pid, "controller")
+    return find(kernel.pid, "controller")
+
+
+def leave_training(kernel: Kernel, folder: Path, flags: str) -> int:
+    """Kill a notebook whose ranks train. Returns its controller's process."""
+    controller = train(kernel, folder, flags)
     os.kill(kernel.pid, signal.SIGKILL)
     await_end([kernel.pid])
     return controller
@@ -72,6 +77,15 @@ def test_a_signal_saves_it_and_the_next_client_is_told(notebook_in: Kernel, tmp_
         assert f"saved {tmp_path}/saves/save-1" in other.ok("%distributed attach").stdout
         assert lines_by_rank(other.ok("%%distributed\nprint(step)").stdout) == {0: [str(steps)], 1: [str(steps)]}
         other.ok("%distributed stop")
+
+
+def test_a_signal_that_ends_the_notebook_too_saves_it(notebook_in: Kernel, tmp_path: Path) -> None:
+    controller = train(notebook_in, tmp_path, "--linger 300 --end-grace 60")
+    os.kill(notebook_in.pid, signal.SIGSTOP)  # so that it can't save
+    os.kill(controller, signal.SIGTERM)
+    os.kill(notebook_in.pid, signal.SIGKILL)
+    wait_until((tmp_path / "saves/save-1").exists, "the save", 30)
+    assert steps_of(tmp_path / "saves/save-1") > 0
 
 
 def test_ranks_to_which_nobody_comes_back_are_saved_before_they_end(notebook_in: Kernel, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from nbdist.controller.ranks.rank_sets import RankSets
 from nbdist.wire.messages.announcements import SAVE_LEAD
 
 _AGAIN = 30.0  # seconds within which further signals are part of the same announcement
+_SURE = 120.0  # seconds after an announcement in which a client that leaves may not have saved
 
 
 class UnattendedSave:
@@ -45,22 +46,30 @@ class UnattendedSave:
         self._process: subprocess.Popen[bytes] | None = None
         self._said = b""
         self._rests_until = 0.0
+        self._announced_at = -math.inf
 
     def announced(self) -> None:
-        """Save the session, as its end has been announced."""
-        self._begin(time.monotonic() + _AGAIN)
+        """Save the session, as its end has been announced; with a client, only if that leaves soon.
+
+        The client may have got the same signal, and end at once.
+        """
+        self._announced_at = time.monotonic()
+        self._begin(self._announced_at + _AGAIN)
 
     def due(self) -> float:
         """Return the time of the next `tick`, while there is no client."""
         if not self._is_wanted():
             return math.inf
+        if time.monotonic() - self._announced_at < _SURE and self._announced_at + _AGAIN > self._rests_until:
+            return self._announced_at
         end = self._end()
         return math.inf if end <= self._rests_until else end - self._lead()
 
     def tick(self, now: float) -> None:
         """Save the session if it ends soon, by the clock or because nobody has come back."""
-        if now >= self.due():
-            self._begin(self._end() + 1.0)
+        due = self.due()
+        if now >= due:
+            self._begin(due + _AGAIN if due == self._announced_at else self._end() + 1.0)
 
     def read(self) -> None:
         """Take what the process has printed. To be called when `descriptor` is ready."""

@@ -42,6 +42,7 @@ from nbdist.serving.visitor_code import PrintedTexts, VisitorNames, run_code
 
 NEVER = sys.maxsize  # no step
 _ALONE = 2.0  # seconds that code may still run when its visitor is gone
+_TURNS = 100  # of a loop: an exception that another thread has raised here comes at the next one
 _STOPPED = "stopped, as its time was over or its visitor has gone"
 
 
@@ -54,7 +55,7 @@ class _Why(enum.Enum):
 
 
 class _CodeStopped(BaseException):
-    """Code of a visitor has to end: the visitor is gone, or the time is over."""
+    """Code of a visitor has to end: the visitor is gone, or the time is over. Raised at its next line of Python."""
 
 
 class StepPause:
@@ -190,16 +191,18 @@ class StepPause:
         printed = PrintedTexts()
         failure: CodeFailure | None = CodeFailure("", _STOPPED, f"{_STOPPED}\n")
         try:
+            with self._lock:
+                if self._visitor is not visitor:
+                    return CodeRan([], failure)
+                self._runner = threading.get_ident()
             try:
-                with self._lock:
-                    if self._visitor is not visitor:
-                        return CodeRan([], failure)
-                    self._runner = threading.get_ident()
-                failure = run_code(code, names, printed)
+                found = run_code(code, names, printed)
             finally:
                 with self._lock:
                     self._runner = 0
-                    _raise_in(threading.get_ident(), None)
+                for _ in range(_TURNS):  # to take it back would leave Python 3.11 hanging in the next traced call
+                    pass
+            failure = found
         except _CodeStopped:
             pass
         return CodeRan(printed.texts, failure)
@@ -214,7 +217,7 @@ class StepPause:
     def _stop_code(self, visitor: _Visitor) -> None:
         with self._lock:
             if self._runner and self._standing_for is visitor:
-                _raise_in(self._runner, _CodeStopped)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._runner), ctypes.py_object(_CodeStopped))
                 self._runner = 0
 
     def _leave(self, visitor: _Visitor, seconds: float, why: _Why) -> None:
@@ -272,8 +275,3 @@ class _Visitor:
         with self.connection, contextlib.suppress(OSError):
             while (report := self._said.get()) is not None:
                 send(self.connection, report)
-
-
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread, at its next line of Python; None: take one back that has not been raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)

@@ -216,3 +216,24 @@ def test_the_order_to_go_on_ends_the_wait_for_a_step_that_has_not_come(training:
     assert visitor.asks(GoOn()) == WentOn(0.0, False)
     training.step(10)
     visitor.goes()
+
+
+def test_a_traced_call_goes_on_after_code_has_run(training: Training) -> None:
+    visitor = Visitor(training)
+    send(visitor.connection, PauseAfter(1))
+    wait_for_target(training, 1)
+    with training.makes(1):
+        visitor.hears()
+        visitor.asks(RunCode("1"))
+        visitor.asks(GoOn())
+    visitor.goes()
+
+    def call() -> None:
+        sys.settrace(lambda *_: None)
+        threading.Event()
+        sys.settrace(None)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -20,6 +20,7 @@ from nbdist.base.ranks import describe_ranks
 from nbdist.base.text import counted, span
 from nbdist.errors import UsageError
 from nbdist.jobs.found_jobs import ANSWER_LIMIT, FoundJob, JobProcess
+from nbdist.serving.collective_counts import Entered, is_ahead, more_entered
 from nbdist.serving.control_messages import (
     BreakOff,
     CodeRan,
@@ -41,6 +42,7 @@ LIMIT = 60.0  # seconds for which ranks stand still at most
 _AHEAD = 0.05  # seconds from now to the step after which ranks are to stand still
 _LATER = 2.0  # seconds that answers may take
 _BEFORE_END = 2.0  # seconds before the ranks' time is over, in which those that can't go on are told so
+_NO_COLLECTIVES = {"", "backward", "send", "recv", "isend", "irecv"}
 _ALLOW = "start it with `nbdist serve --control SCRIPT`, or call `nbdist.serve(control=True)` in it"
 
 
@@ -90,8 +92,8 @@ class JobPause:
         found: dict[int, CodeRan | Unended] = {}
         self._await_code(found, ranks, self._ends_at - min(_BEFORE_END, self._limit / 4))
         left = set(ranks) - set(found)
-        if left and (found or len(ranks) < len(self._ranks)) and (stuck := self._in_collectives(left)):
-            why = _out_of_step(stuck)
+        if left and (stuck := self._out_of_step(left)):
+            why = _describe_stuck(stuck)
             for each in self._ranks.values():
                 each.send(BreakOff(why))
             found |= dict.fromkeys(stuck, Unended(f"did not end the code: {why}"))
@@ -135,6 +137,7 @@ class JobPause:
             if isinstance(report, WentOn):
                 break
             if isinstance(report, StandsStill) and report.step == step:
+                self._ranks[rank].entered = report.entered
                 waiting.discard(rank)
                 self._ends_at = min(self._ends_at, time.monotonic() + self._limit)
             if not waiting:
@@ -165,13 +168,20 @@ class JobPause:
             if len(found) == len(ranks):
                 return
 
-    def _in_collectives(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return the ranks among these that wait in a collective, and in which."""
-        looks = self._job.look()
+    def _out_of_step(self, left: Collection[int]) -> dict[int, str]:
+        """Return the ranks among these that wait in a collective, and in which, that one which is done has not called.
+
+        By counts, since the others of a slow collective may have done their part.
+        """
+        looks = {rank: look for rank, look in self._job.look().items() if isinstance(look, RankLook)}
+        more = {rank: more_entered(look.entered, self._ranks[rank].entered) for rank, look in looks.items()}
+        done = [more[rank] for rank in looks if rank not in left]
         return {
-            rank: look.collective
-            for rank, look in looks.items()
-            if rank in ranks and isinstance(look, RankLook) and look.collective not in ("", "backward")
+            rank: looks[rank].collective
+            for rank in left
+            if rank in looks
+            and looks[rank].collective not in _NO_COLLECTIVES
+            and any(is_ahead(more[rank], other) for other in done)
         }
 
     def _late_code(self, rank: int) -> Unended:
@@ -223,6 +233,7 @@ class _HeldRank:
     Attributes:
         process: The rank.
         connection: To it.
+        entered: Collectives before it stood still, as `entered_collectives` counts them.
         steps: That it had made when it began to.
         step_seconds: Of one; 0: not known.
     """
@@ -230,6 +241,7 @@ class _HeldRank:
     def __init__(self, process: JobProcess) -> None:
         self.process = process
         self.connection = socket.socket(socket.AF_UNIX)
+        self.entered: Entered = {}
         self.steps = 0
         self.step_seconds = 0.0
 
@@ -307,7 +319,7 @@ def _gone(report: Report | None) -> Unended:
     return Unended("went on, as its time was over" if over else "went on, as it was interrupted")
 
 
-def _out_of_step(stuck: Mapping[int, str]) -> str:
+def _describe_stuck(stuck: Mapping[int, str]) -> str:
     where = ", ".join(sorted(set(stuck.values())))
     return (
         f"code of a look has left {describe_ranks(stuck)} in {where}, which not all ranks have called. The training's "

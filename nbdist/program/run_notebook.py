@@ -11,6 +11,7 @@ import copy
 import keyword
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -28,8 +29,8 @@ from nbdist.program.notebook_client import make_client
 
 _AGAIN, _PATIENCE = 5.0, 20.0  # seconds until an interrupt is repeated, and until the kernel is killed
 _START = re.compile(r"^(%(?:distributed|dist)[ \t]+start\b)(.*)$", re.MULTILINE)
-_PLACE = re.compile(r"(?<!\S)--on[ \t=]+\S+")
-_COUNT = re.compile(r"(?<!\S)(?:-n|--num-processes)(?:[ \t=]+(?:\{[^}]*\}|\S+)|\d+)")
+_PLACE = re.compile(r"[ \t]*(?<!\S)--on[ \t=]+\S+")
+_COUNT = re.compile(r"[ \t]*(?<!\S)(?:-n|--num-processes)(?:[ \t=]+(?:\{[^}]*\}|\S+)|\d+)")
 
 
 def run(
@@ -65,7 +66,7 @@ def run(
     if count is not None:
         _set_flag(content, f"-n {count}", _COUNT, notebook)
     if on is not None:
-        _set_flag(content, f"--on {on}", _PLACE, notebook)
+        _set_flag(content, f"--on {shlex.quote(on)}", _PLACE, notebook)
     reason, code = "", 0
     client = make_client(nbclient, content, notebook.parent)
     began = time.monotonic()

@@ -63,9 +63,10 @@ class StepPassed(msgspec.Struct, tag=True, frozen=True):
 
 
 class StandsStill(msgspec.Struct, tag=True, frozen=True):
-    """It stands still after this step."""
+    """It stands still after this step. entered: collectives so far, as `entered_collectives` counts them."""
 
     step: int
+    entered: dict[str, list[int]] = {}
 
 
 class CodeFailure(msgspec.Struct, frozen=True):

@@ -38,7 +38,8 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     began to answer, seconds since 1970. steps: optimizer steps since then. step_seconds: of one, over the last ones; 0:
     not known. since_step: seconds since the last one; -1: there was none. line: the user's innermost line. stack: the
     main thread's, a line per call. collective: the torch.distributed call it is in. memory: bytes of CPU memory.
-    gpu_memory: in tensors; -1: it uses no GPU, or can't be asked now. paused: by a look.
+    gpu_memory: in tensors; -1: it uses no GPU, or can't be asked now. paused: by a look. entered: collectives so far,
+    as `entered_collectives` counts them.
     flight, names: if asked for; names: those of the user's innermost function, with short values, a line each.
     """
 
@@ -57,6 +58,7 @@ class RankLook(msgspec.Struct, tag=True, frozen=True):
     memory: int
     gpu_memory: int
     paused: bool = False
+    entered: dict[str, list[int]] = {}
     flight: Flight | None = None
     names: list[str] = []
 

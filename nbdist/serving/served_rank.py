@@ -22,6 +22,7 @@ import msgspec
 from nbdist.base import limits
 from nbdist.cluster.launchers import RankOfJob, rank_of_job
 from nbdist.errors import UsageError
+from nbdist.serving.collective_counts import entered_collectives
 from nbdist.serving.control_messages import TakeControl
 from nbdist.serving.look_messages import (
     FOLDER_VARIABLE,
@@ -190,6 +191,7 @@ class ServedRank:
             host.private_memory(),
             self._gpu_memory(),
             self.pause.standing,
+            entered_collectives() if self._hooked else {},
             self._flight(request.collectives) if request.collectives else None,
             described_names(frame) if request.names else [],
         )

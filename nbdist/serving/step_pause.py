@@ -21,6 +21,7 @@ import msgspec
 
 from nbdist.base.checks import LONGEST
 from nbdist.errors import StaleGroupError
+from nbdist.serving.collective_counts import entered_collectives
 from nbdist.serving.control_messages import (
     BreakOff,
     CodeFailure,
@@ -127,7 +128,7 @@ class StepPause:
             self._standing_for = visitor
             visitor.todo = queue.SimpleQueue()
         began, why = time.monotonic(), _Why.ASKED
-        visitor.say(StandsStill(steps))
+        visitor.say(StandsStill(steps, entered_collectives()))
         try:
             limit = self._stop_code_in(visitor.left, visitor)
         except RuntimeError:  # no thread can be started, so nobody would end its code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,7 +139,32 @@ def test_an_interrupt_in_the_save_ends_the_cell_and_leaves_the_earlier_save(empt
     empty.ok(f"%%distributed\ntrain({int(steps) + 3})")
 
 
+def test_a_rank_that_dies_in_the_save_is_named_and_nothing_waits_for_it(empty: Kernel, tmp_path: Path) -> None:
+    prepare(empty)
+    deadly = "import os, signal\nclass Deadly:\n    def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)\n"
+    empty.ok(f"%%distributed -r 1\n{deadly}deadly = Deadly()")
+    train_in_background(empty, tmp_path)
+    assert "rank 1 died meanwhile" in empty.fails("%distributed save saves", "SessionError").evalue
+    empty.ok("%distributed start -n 2 --replace", HANG)
+    assert "saved saves/save-1" in empty.ok("%distributed save saves", HANG).stdout
+
+
 # --- every so often
+
+
+def test_what_a_cell_has_done_since_its_last_save_is_saved_when_it_has_ended(empty: Kernel, tmp_path: Path) -> None:
+    prepare(empty, flags="--save saves --every 1")
+    cell = empty.start("%%distributed\ntrain(10**9)")
+    cell.wait_late("saved saves/save-1")
+    empty.interrupt()
+    stopped = re.search(r"stopped after step ([\d,]+)", str(cell.finish()))
+    assert stopped is not None
+
+    def newest() -> int:
+        numbers = (path.name.removeprefix("save-") for path in (tmp_path / "saves").iterdir())
+        return steps_of(tmp_path / f"saves/save-{max(int(number) for number in numbers if number.isdecimal())}")
+
+    wait_until(lambda: newest() == int(stopped[1].replace(",", "")), "a save of the last step", 30)
 
 
 def test_a_training_is_saved_again_and_again_and_status_says_when(empty: Kernel, tmp_path: Path) -> None:

@@ -13,9 +13,16 @@ from nbdist.wire.messages.life import Broken
 from nbdist.wire.questions.question import A, AnswerBody, NoAnswer, Question
 from nbdist.wire.questions.questions import Answer, ask
 
+_LOOK = 0.5  # seconds
+
 
 def gather(
-    answers: queue.SimpleQueue[Answer | Broken], request: int, question: Question[A], count: int, timeout: float
+    answers: queue.SimpleQueue[Answer | Broken],
+    request: int,
+    question: Question[A],
+    count: int,
+    timeout: float,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> dict[int, A | NoAnswer]:
     """Take answers until all have arrived, no more come, or the time is over.
 
@@ -24,6 +31,7 @@ def gather(
         request: The question's number.
         count: How many ranks were asked.
         timeout: Seconds.
+        wanted: Asked every half second whether they are still waited for.
 
     Returns:
         The answers that arrived, by rank.
@@ -31,9 +39,12 @@ def gather(
     deadline = time.monotonic() + timeout
     gathered: dict[int, A | NoAnswer] = {}
     while len(gathered) < count:
+        left = deadline - time.monotonic()
         try:
-            answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            answer = answers.get(timeout=min(max(0.0, left), _LOOK))
         except queue.Empty:
+            if left > _LOOK and wanted():
+                continue
             break
         if isinstance(answer, Broken):
             break

@@ -38,12 +38,21 @@ def call_after_step(rank_set: RankSet, task: Task, function: Callable[..., Any],
     """
     _meet(rank_set, task)
     call = CallNow(task.serial, pickle.dumps((function, args)))
-    called = rank_set.traffic.ask(task.ranks, call, timeout=_CALL)
+    traffic = rank_set.traffic
+    sets = rank_set.sets_started
+
+    def wanted() -> bool:
+        there = not rank_set.closed and rank_set.sets_started == sets
+        return there and traffic.dead.keys().isdisjoint(task.ranks)
+
+    called = traffic.ask(task.ranks, call, timeout=_CALL, wanted=wanted)
+    if died := [rank for rank in task.ranks if rank in traffic.dead and rank not in called]:
+        raise SessionError(f"{describe_ranks(died)} died meanwhile: `%distributed heal` replaces dead ranks")
     values = []
     for rank in task.ranks:
-        answer = called.get(rank) or NoAnswer("it has ended")
+        answer = called.get(rank) or NoAnswer("its session was ended, or started anew")
         if isinstance(answer, NoAnswer):
-            raise SessionError(f"rank {rank}: {answer.why}")
+            raise SessionError(f"rank {rank} did not finish: {answer.why}")
         values.append(pickle.loads(answer.value))
     return values
 

@@ -246,11 +246,19 @@ class Traffic:
         if item.size:
             self.send(Credit(item.rank, item.size, items=True))
 
-    def ask(self, ranks: Sequence[int], question: Question[A], *, timeout: float) -> dict[int, A | NoAnswer]:
+    def ask(
+        self,
+        ranks: Sequence[int],
+        question: Question[A],
+        *,
+        timeout: float,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> dict[int, A | NoAnswer]:
         """Ask the control threads of ranks.
 
         Args:
             timeout: Maximum seconds to wait, for ranks of this machine.
+            wanted: Asked every half second whether the answers are still waited for.
 
         Returns:
             The answers that arrived, by rank. None arrive from ranks that have ended.
@@ -261,7 +269,7 @@ class Traffic:
             if self._gone is not None:
                 return {}
             self.send(ask(request, ranks, question))
-            return gather(answers, request, question, len(ranks), timeout + self.slack)
+            return gather(answers, request, question, len(ranks), timeout + self.slack, wanted)
         finally:
             del self._answers[request]
 

@@ -18,7 +18,7 @@ from nbdist.base.text import counted, duration, size
 from nbdist.client.ranks.rank_set import RankSet
 from nbdist.client.ranks.step_calls import call_after_step
 from nbdist.client.start.start_settings import StartSettings
-from nbdist.errors import NbdistError, SessionBusy, UsageError
+from nbdist.errors import NbdistError, SessionBusy, SessionError, UsageError
 from nbdist.saving.rank_saving import Saved
 from nbdist.saving.rank_saving import save as save_on_rank
 from nbdist.saving.saved_session import SavedSession
@@ -141,6 +141,8 @@ def _save_on(rank_set: RankSet, ranks: Sequence[int], *how: Any) -> Saved | Nbdi
     except SessionBusy as error:
         why = f"A save can be made after a step of a cell that trains, but {error}. `--stop` stops the cell first."
         raise SessionBusy(f"{rank_set.busy(running)}\n{why}") from None
+    except SessionError as error:
+        raise SessionError(f"{error}. Earlier saves are whole") from None
     return found[0]
 
 

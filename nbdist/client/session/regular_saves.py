@@ -29,7 +29,7 @@ class RegularSaves:
         self._session, self._rank_set = weakref.ref(session), weakref.ref(rank_set)
         self._sets = rank_set.sets_started
         self._period = period
-        self._saved_use = rank_set.last_used  # what had run by the last save
+        self._saved_use: float | None = rank_set.last_used  # what had run by the last save; None: it still ran
         self._last: tuple[float, Path] | None = None  # when, by time.time, and where
         self._failure = ""
 
@@ -61,8 +61,8 @@ class RegularSaves:
         if session is None or rank_set is None or rank_set.closed or rank_set.sets_started != self._sets:
             return None
         everyone = [info.rank for info in rank_set.ranks]
-        used = rank_set.last_used
-        if used == self._saved_use and not rank_set.traffic.running(everyone):
+        used, running = rank_set.last_used, bool(rank_set.traffic.running(everyone))
+        if used == self._saved_use and not running:
             return self._period
         try:
             report = session.save(session.saves_to, stop=False)
@@ -76,7 +76,8 @@ class RegularSaves:
         if self._last is None:
             rank_set.traffic.notify(Notice(f"{report}\nFurther saves are in `%distributed status` only."))
         self._last, self._failure = (time.time(), report.path), ""
-        if not rank_set.traffic.running(everyone):
+        running = running or bool(rank_set.traffic.running(everyone))
+        if not running:
             rank_set.last_used = used  # a save is no use of the ranks, which may be idle
-        self._saved_use = rank_set.last_used
+        self._saved_use = None if running else used
         return self._period

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import zmq
 
-from nbdist.base.processes import python_command
+from nbdist.base.processes import describe_exit, python_command
 from nbdist.controller.clients.client_side import ClientSide
 from nbdist.controller.ranks.rank_sets import RankSets
 from nbdist.wire.messages.announcements import SAVE_LEAD
@@ -80,9 +80,10 @@ class UnattendedSave:
             return
         self._poller.unregister(self.descriptor)
         process.stdout.close()
-        process.wait()
+        code = process.wait()
         self._process, self.descriptor = None, -1
-        self._say(self._said.decode(errors="replace").strip())
+        said = self._said.decode(errors="replace").strip()
+        self._say(said or f"the session could not be saved: `nbdist save` has ended ({describe_exit(code)})")
 
     def _is_wanted(self) -> bool:
         is_free = self._side.alone and self._process is None

@@ -13,6 +13,7 @@ from typing import Any
 
 Layout = list[list[int]]  # parameters in each bucket, numbered as the reducer has them
 
+_ANY_ORDER = 2  # ranks, whose sums are the same in any order
 _SETTLED = "_nbdist_settled"
 _NEEDED = (
     "_build_params_for_reducer",
@@ -61,6 +62,8 @@ def lay_out(model: Any, layout: Layout) -> None:
     import torch.distributed as dist
 
     if not is_built(model) or not can_be_renewed(model) or layout_of(model) == layout:
+        return
+    if dist.get_world_size(model.process_group) <= _ANY_ORDER:
         return
     count = len(model._build_params_for_reducer()[0])
     if sorted(number for bucket in layout for number in bucket) != list(range(count)):

@@ -86,7 +86,7 @@ def _carry_out(work: Callable[[], Called], tell: Tell) -> None:
     try:
         answer = work()
     except BaseException as error:  # whatever the function raises is the answer
-        tell(NoAnswer(f"{type(error).__name__}: {error}"))
+        tell(NoAnswer(f"{type(error).__name__}: {error}".rstrip(": ")))
         if not isinstance(error, Exception):
             raise
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -13,8 +14,16 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.metrics.experiment import Balance, Experiment
+from nbdist.metrics.node.host import trim_malloc
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_reuse() -> None:
+    """Give back what earlier tests have freed: a block that fits into it would cost no memory."""
+    gc.collect()
+    trim_malloc()
 
 
 def block(mebibytes: int) -> np.ndarray[Any, Any]:

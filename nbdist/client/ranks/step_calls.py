@@ -50,7 +50,7 @@ def call_after_step(rank_set: RankSet, task: Task, function: Callable[..., Any],
         raise SessionError(f"{describe_ranks(died)} died meanwhile: `%distributed heal` replaces dead ranks")
     values = []
     for rank in task.ranks:
-        answer = called.get(rank) or NoAnswer("its session was ended, or started anew")
+        answer = called.get(rank) or NoAnswer("its session was ended, or restarted")
         if isinstance(answer, NoAnswer):
             raise SessionError(f"rank {rank} did not finish: {answer.why}")
         values.append(pickle.loads(answer.value))
